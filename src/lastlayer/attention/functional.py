@@ -175,8 +175,8 @@ def attention_weights(
             ], 2)
             for i, fill in ((0, 0.0), (1, -1))
         ]  # fmt: skip
-        made = *padded, torch.cat([each[2] for each in parts], 2)
-        values, found, counts = (each.reshape(*batch, *each.shape[1:]) for each in made)
+        joined = *padded, torch.cat([each[2] for each in parts], 2)
+        values, found, counts = (each.reshape(*batch, *each.shape[1:]) for each in joined)
         return AttentionWeights(values.to(query.dtype), found, counts)
 
 
@@ -306,8 +306,8 @@ def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
         )
     if mask.device != query.device:
         raise ValueError(f"attn_mask: expected {query.device} as query, got {mask.device}")
-    made: Tensor = mask
-    return made
+    checked: Tensor = mask
+    return checked
 
 
 def _sequences(lengths: Any, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,7 +365,7 @@ def _chunks(p: Problem) -> list[tuple[slice, slice]]:
     if p.left >= 0 or p.right >= 0:
         # Smaller chunks: keys outside the window of a whole chunk are skipped.
         rows = min(rows, max(128, -(-n // 8)))
-    made = []
+    chunks = []
     for start in range(0, max(n, 1), rows):
         stop, low, high = min(n, start + rows), 0, m
         if p.first is not None and p.stop is not None:
@@ -374,8 +374,8 @@ def _chunks(p: Problem) -> list[tuple[slice, slice]]:
         else:
             low = max(0, start + p.offset - p.left) if p.left >= 0 else 0
             high = min(m, stop + p.offset + p.right) if p.right >= 0 else m
-        made.append((slice(start, stop), slice(min(low, m), max(min(low, m), high))))
-    return made
+        chunks.append((slice(start, stop), slice(min(low, m), max(min(low, m), high))))
+    return chunks
 
 
 def _row_alpha(p: Problem, n: int) -> Tensor | None:
@@ -383,10 +383,10 @@ def _row_alpha(p: Problem, n: int) -> Tensor | None:
 
 
 def _weights(p: Problem, rows: slice, keys: slice) -> Tensor:
-    made = scores(p, rows, keys)
-    alphas = _row_alpha(p, made.shape[2])
+    logits = scores(p, rows, keys)
+    alphas = _row_alpha(p, logits.shape[2])
     alphas = None if alphas is None else alphas.contiguous()
-    weights: Tensor = kernels.entmax.forward("auto", made, p.alpha, alphas)
+    weights: Tensor = kernels.entmax.forward("auto", logits, p.alpha, alphas)
     return weights
 
 
@@ -414,8 +414,8 @@ def _chunked_forward(p: Problem) -> Tensor:
         weights = _weights(p, rows, keys)
         if (kept := _kept_weights(p, weights, rows)) is not None:
             weights = weights * kept
-        made = _grouped(weights, value.shape[1]) @ value[:, :, keys]
-        out[:, :, rows] = made.view(batch, heads, rows.stop - rows.start, value.shape[-1])
+        product = _grouped(weights, value.shape[1]) @ value[:, :, keys]
+        out[:, :, rows] = product.view(batch, heads, rows.stop - rows.start, value.shape[-1])
     return out
 
 
@@ -511,8 +511,8 @@ def _registered(*given: Any) -> list[Tensor]:
 def _registered_backward(*given: Any) -> list[Tensor]:
     *parts, by_kernel, grad, kept, wanted = given
     p = Problem(*parts)
-    made = _backward(by_kernel, p, kept, grad, _Wanted(*wanted))
-    return [p.query.new_empty(0) if each is None else each for each in made]
+    grads = _backward(by_kernel, p, kept, grad, _Wanted(*wanted))
+    return [p.query.new_empty(0) if each is None else each for each in grads]
 
 
 def _fake(*given: Any) -> list[Tensor]:
@@ -579,14 +579,14 @@ class _Attention(torch.autograd.Function):
         tensors, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
         p = Problem(*tensors, *numbers)
         if is_eager(grad):
-            made = _backward(by_kernel, p, kept, grad, wanted)
+            computed = _backward(by_kernel, p, kept, grad, wanted)
         else:
-            made = torch.ops.lastlayer.sparse_attention_backward(
+            computed = torch.ops.lastlayer.sparse_attention_backward(
                 *p, by_kernel, grad, kept, list(wanted)
             )
         grads = [
             in_dtype(each, source.dtype) if asked and each is not None else None
-            for asked, each, source in zip(wanted, made, tensors, strict=False)
+            for asked, each, source in zip(wanted, computed, tensors, strict=False)
         ]
         return None, None, None, *grads, None, None, None, None
 

@@ -19,7 +19,7 @@ from lastlayer.maps.entmax import entmax
 class _Alpha(nn.Module):
     """A fixed alpha for all heads, or a learned one per head."""
 
-    def __init__(self, alpha: float, learn: bool, n: int, made: dict[str, Any]) -> None:
+    def __init__(self, alpha: float, learn: bool, n: int, factory: dict[str, Any]) -> None:
         super().__init__()
         check_alpha(alpha)
         self.fixed, self.log_excess = float(alpha), None
@@ -28,7 +28,7 @@ class _Alpha(nn.Module):
                 raise ValueError(
                     f"alpha: expected more than 1 with learn_alpha=True, got {alpha}; start at 1.5"
                 )
-            start = torch.full((n,), math.log(alpha - 1.0), **made)
+            start = torch.full((n,), math.log(alpha - 1.0), **factory)
             # With log(alpha - 1) no optimiser step can make alpha 1 or less.
             self.log_excess = nn.Parameter(start)
 
@@ -73,8 +73,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, **options)
         # In eval mode torch's encoder layer reads this, and would use its own softmax if True.
         self._qkv_same_embed_dim = False
-        made: dict[str, Any] = {k: options[k] for k in ("device", "dtype") if k in options}
-        self.alpha = _Alpha(alpha, learn_alpha, num_heads, made)
+        factory: dict[str, Any] = {k: options[k] for k in ("device", "dtype") if k in options}
+        self.alpha = _Alpha(alpha, learn_alpha, num_heads, factory)
 
     def forward(
         self,
@@ -131,14 +131,14 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         matrices = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         matrices = matrices if packed is None else packed.chunk(3)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
-        made = [
+        projected = [
             linear(each, matrix, shift)
             for each, matrix, shift in zip((query, key, value), matrices, biases, strict=True)
         ]
         if self.bias_k is not None and self.bias_v is not None:
             for i, more in ((1, self.bias_k), (2, self.bias_v)):
-                made[i] = torch.cat([made[i], more.expand(len(query), -1, -1)], 1)
-        return [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in made]
+                projected[i] = torch.cat([projected[i], more.expand(len(query), -1, -1)], 1)
+        return [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in projected]
 
     def _allowed(
         self, mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor
@@ -182,13 +182,13 @@ def _both(mask: Tensor, other: Tensor) -> Tensor:
     """Combines two masks; if one is floating, a bool one is converted."""
     if mask.dtype == other.dtype == torch.bool:
         return mask & other
-    made = [
+    floating = [
         torch.zeros_like(each, dtype=like.dtype).masked_fill_(~each, -math.inf)
         if each.dtype == torch.bool
         else each
         for each, like in ((mask, other), (other, mask))
     ]
-    return made[0] + made[1]
+    return floating[0] + floating[1]
 
 
 def _with_causal(mask: Tensor | None, query: Tensor, m: int) -> Tensor:
@@ -225,11 +225,11 @@ class AttentionPooling(nn.Module):
         super().__init__()
         self.in_features = check_int("in_features", in_features)
         self.n_queries = check_int("n_queries", n_queries)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.key = nn.Linear(in_features, in_features, **made)
-        self.query = nn.Parameter(torch.empty(n_queries, in_features, **made))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.key = nn.Linear(in_features, in_features, **factory)
+        self.query = nn.Parameter(torch.empty(n_queries, in_features, **factory))
         nn.init.normal_(self.query, std=in_features**-0.5)
-        self.alpha = _Alpha(alpha, learn_alpha, n_queries, made)
+        self.alpha = _Alpha(alpha, learn_alpha, n_queries, factory)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Pool ``(batch, length, in_features)``; ``mask`` ``(batch, length)`` is False for padding.
@@ -260,8 +260,8 @@ class AttentionPooling(nn.Module):
         with torch.no_grad():
             found = attention_weights(*self._query_and_key(hidden), **self._options(mask))
         values, keys, counts = found.values.squeeze(2), found.keys.squeeze(2), found.counts
-        made = values, keys, counts.squeeze(2)
-        return AttentionWeights(*(made if self.n_queries > 1 else (x.squeeze(1) for x in made)))
+        parts = values, keys, counts.squeeze(2)
+        return AttentionWeights(*(parts if self.n_queries > 1 else (x.squeeze(1) for x in parts)))
 
     def _query_and_key(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         query = self.query[:, None].expand(len(hidden), -1, -1, -1)

@@ -62,8 +62,8 @@ class LabelEngine(Engine):
         scores = call.operands[0]
         if factor is None or not call.wanted[0]:
             return [None]
-        made = self.gradient(call, pieces, factor)
-        return [made if scores.dim() == 2 else made.view(scores.shape)]
+        gradient = self.gradient(call, pieces, factor)
+        return [gradient if scores.dim() == 2 else gradient.view(scores.shape)]
 
     def differentiable(self, call: Call, grad: Tensor) -> Grads:
         scores, mask = call.operands[0], call.operands[-1]

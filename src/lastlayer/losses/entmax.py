@@ -256,10 +256,10 @@ class _ScoreLoss(Engine):
         (scores, alphas, target, class_weight), options, reduction, wanted, _ = call
         alpha, k, ignore_index, labels = options
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
-        rows, row_alpha, wish = _as_rows(scores, alphas, target)
+        rows, row_alpha, row_target = _as_rows(scores, alphas, target)
         if _leaves_statistics(scores, k):
             loss, *pieces = kernels.score_loss.forward(
-                "auto", rows, wish, class_weight, ignore_index, alpha, row_alpha, labels,
+                "auto", rows, row_target, class_weight, ignore_index, alpha, row_alpha, labels,
                 reduction == "mean",
             )  # fmt: skip
             if reduction == "sum":
@@ -267,7 +267,7 @@ class _ScoreLoss(Engine):
             elif reduction == "none" and len(batch) != 1:
                 loss = loss.view(batch)
             return Result(loss, pieces if any(wanted) else (None, None))
-        wish, weight = _row_weight(wish, class_weight, ignore_index, labels, dtype)
+        row_target, weight = _row_weight(row_target, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, rows.shape[0])
         factors = size = slopes = None
         if any(wanted):
@@ -275,12 +275,12 @@ class _ScoreLoss(Engine):
         if row_alpha is not None:
             slopes = rows.new_empty(rows.shape[0], dtype=dtype)
         order = alpha, row_alpha, slopes, k
-        if k and not wish.is_floating_point() and _is_by_triton("topk_softmax_loss", scores):
-            losses, gradient = kernels.topk_softmax.loss("auto", rows, wish, factors, k)
+        if k and not row_target.is_floating_point() and _uses_triton("topk_softmax_loss", scores):
+            losses, gradient = kernels.topk_softmax.loss("auto", rows, row_target, factors, k)
         elif rows.dtype == dtype:
-            losses, gradient = _rows(rows, wish, factors, *order)
+            losses, gradient = _rows(rows, row_target, factors, *order)
         else:
-            losses, gradient = _widened_rows(rows, wish, factors, *order)
+            losses, gradient = _widened_rows(rows, row_target, factors, *order)
         loss = scale.reduce(losses, reduction)
         if reduction == "none" and len(batch) != 1:
             loss = loss.reshape(batch)
@@ -289,10 +289,12 @@ class _ScoreLoss(Engine):
         if slopes is not None:
             slopes = torch.where(factors == 0, 0.0, slopes * factors)
         found = gradient, slopes
-        made = [each if wants else None for each, wants in zip(found, wanted, strict=True)]
+        pieces = [each if wants else None for each, wants in zip(found, wanted, strict=True)]
         if len(batch) != 1:
-            made = [None if each is None else each.view(*batch, *each.shape[1:]) for each in made]
-        return Result(loss, made, (), size)
+            pieces = [
+                None if each is None else each.view(*batch, *each.shape[1:]) for each in pieces
+            ]
+        return Result(loss, pieces, (), size)
 
     def fake(self, call: Call) -> Result:
         scores = call.operands[0]
@@ -308,7 +310,7 @@ class _ScoreLoss(Engine):
     ) -> Grads:
         (scores, alphas, target, _), (alpha, k, _, labels), _, wanted, _ = call
         if _leaves_statistics(scores, k):
-            rows, row_alpha, wish = _as_rows(scores, alphas, target)
+            rows, row_alpha, row_target = _as_rows(scores, alphas, target)
             stats, chosen = pieces
             if factor is None:
                 factor = stats.new_ones(())
@@ -317,7 +319,7 @@ class _ScoreLoss(Engine):
             gradient = slopes = None
             if wanted[0]:
                 gradient = kernels.score_loss.backward(
-                    "auto", rows, wish, stats, chosen, factor, alpha, row_alpha, labels
+                    "auto", rows, row_target, stats, chosen, factor, alpha, row_alpha, labels
                 )
                 gradient = gradient if scores.dim() == 2 else gradient.view(scores.shape)
             if wanted[1]:
@@ -341,17 +343,17 @@ class _ScoreLoss(Engine):
         (scores, alphas, target, class_weight), options, reduction, wanted, _ = call
         alpha, k, ignore_index, labels = options
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
-        wish, weight = _row_weight(target, class_weight, ignore_index, labels, dtype)
+        row_target, weight = _row_weight(target, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, batch.numel())
         row = scale.factors(scores, batch.numel()).reshape(batch) * grad
         probs = _map(in_dtype(scores, dtype), alpha, alphas, k)
         slopes = None
         if wanted[1]:
             slopes = tsallis_entropy_alpha_slope(probs, alphas)
-            if wish.is_floating_point():
-                slopes = slopes - tsallis_entropy_alpha_slope(wish, alphas)
+            if row_target.is_floating_point():
+                slopes = slopes - tsallis_entropy_alpha_slope(row_target, alphas)
             slopes = torch.where(row == 0, 0.0, slopes * row)
-        return [score_gradient(probs, wish, row.unsqueeze(-1), probs.dtype), slopes]
+        return [score_gradient(probs, row_target, row.unsqueeze(-1), probs.dtype), slopes]
 
 
 _ENGINE = _ScoreLoss()
@@ -373,10 +375,10 @@ def _as_rows(
 
 def _leaves_statistics(scores: Tensor, k: int) -> bool:
     """Whether backward computes the gradient from a few numbers per row."""
-    return not k and _is_by_triton("score_loss_forward", scores)
+    return not k and _uses_triton("score_loss_forward", scores)
 
 
-def _is_by_triton(op: str, scores: Tensor) -> bool:
+def _uses_triton(op: str, scores: Tensor) -> bool:
     return kernels.selected(op, scores.device.type, scores.dtype) == "triton"
 
 
@@ -440,9 +442,11 @@ def _widened_rows(
         scale, own, slope = (
             None if each is None else each[part] for each in (factors, row_alpha, slopes)
         )
-        losses[part], made = _rows(rows[part].to(dtype), target[part], scale, alpha, own, slope, k)
+        losses[part], part_gradient = _rows(
+            rows[part].to(dtype), target[part], scale, alpha, own, slope, k
+        )
         if factors is not None:
-            gradient[part] = made
+            gradient[part] = part_gradient
     return losses, gradient
 
 

@@ -153,8 +153,8 @@ class _CrossEntropies(LabelEngine):
     def gradient(self, call: Call, pieces: Sequence[Any], factor: Tensor) -> Tensor:
         del pieces  # there are none
         rows = as_rows(call.operands)
-        made: Tensor = kernels.label_loss.backward("auto", *rows, *call.options, factor)
-        return made
+        gradient: Tensor = kernels.label_loss.backward("auto", *rows, *call.options, factor)
+        return gradient
 
     def slope(self, call: Call) -> Tensor:
         return reference.gradient(*as_rows(call.operands), *call.options)

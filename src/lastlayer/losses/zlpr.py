@@ -179,12 +179,12 @@ class _ZLPR(LabelEngine):
     statistics_per_row = 4
 
     def losses(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:
-        made: tuple[Tensor, Tensor, Tensor] = kernels.zlpr.forward("auto", *_arguments(call))
-        return made
+        result: tuple[Tensor, Tensor, Tensor] = kernels.zlpr.forward("auto", *_arguments(call))
+        return result
 
     def gradient(self, call: Call, pieces: Sequence[Any], factor: Tensor) -> Tensor:
-        made: Tensor = kernels.zlpr.backward("auto", *_arguments(call), pieces[0], factor)
-        return made
+        gradient: Tensor = kernels.zlpr.backward("auto", *_arguments(call), pieces[0], factor)
+        return gradient
 
     def slope(self, call: Call) -> Tensor:
         rows, target, lists, values, mask, smoothing = _arguments(call)

@@ -65,20 +65,20 @@ def entmax_jacobian_product(
 
 
 def _forward(impl: Impl, scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    made: Tensor
+    probs: Tensor
     if not scores.is_contiguous() and _are_columns(impl, scores):
         from lastlayer.kernels.entmax import cpu as kernel
 
-        made = kernel.forward_columns(scores, alpha, row_alpha)
+        probs = kernel.forward_columns(scores, alpha, row_alpha)
     else:
-        made = kernels.entmax.forward(impl, scores, alpha, row_alpha)
-    return made
+        probs = kernels.entmax.forward(impl, scores, alpha, row_alpha)
+    return probs
 
 
 def _backward(
     impl: Impl, probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
 ) -> Tensor:
-    made: Tensor
+    product: Tensor
     if (
         not probs.is_contiguous()
         and probs.dtype == grad.dtype
@@ -87,10 +87,10 @@ def _backward(
     ):
         from lastlayer.kernels.entmax import cpu as kernel
 
-        made = kernel.backward_columns(probs, grad, alpha, row_alpha)
+        product = kernel.backward_columns(probs, grad, alpha, row_alpha)
     else:
-        made = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
-    return made
+        product = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
+    return product
 
 
 def _are_columns(impl: Impl, rows: Tensor) -> bool:
@@ -177,8 +177,8 @@ class _Entmax(torch.autograd.Function):
             return None, None, None, None
         probs, row_alpha = ctx.saved_tensors
         if ctx.needs_input_grad[1] and _needs_no_graph(probs, grad, row_alpha):
-            made = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
-            return *made, None, None
+            gradients = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
+            return *gradients, None, None
         grad_scores = grad_row_alpha = None
         if ctx.needs_input_grad[0]:
             grad_scores = entmax_jacobian_product(probs, grad, row_alpha, ctx.alpha, ctx.impl)

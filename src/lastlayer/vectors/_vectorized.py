@@ -76,11 +76,11 @@ class _Code:
 
     def start(self, kind: Any, array: Any, row: Any = None) -> tuple[Any, Any]:
         """Pointer to an array, or to one of its rows; and the number of columns."""
-        made = self.context.make_array(kind)(self.context, self.builder, array)
-        width = self.builder.extract_value(made.shape, kind.ndim - 1)
+        struct = self.context.make_array(kind)(self.context, self.builder, array)
+        width = self.builder.extract_value(struct.shape, kind.ndim - 1)
         if row is None:
-            return made.data, width
-        return self.builder.gep(made.data, [self.builder.mul(row, width)]), width
+            return struct.data, width
+        return self.builder.gep(struct.data, [self.builder.mul(row, width)]), width
 
     def item(self, start: Any, at: Any, further: int = 0) -> Any:
         at = self.builder.add(at, ir.Constant(at.type, further))

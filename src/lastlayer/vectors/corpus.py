@@ -65,9 +65,9 @@ def encode(sentences: Iterable[Iterable[str]], *, min_count: int = 5) -> Corpus:
     renumbered = np.full(len(ids) + 1, -2, np.int32)
     renumbered[order] = np.arange(len(order), dtype=np.int32)
     renumbered[-1] = -1
-    made = renumbered[tokens]
+    ids_with_rare = renumbered[tokens]
     names = list(ids)
-    return Corpus(made[made != -2], tuple(names[i] for i in order))
+    return Corpus(ids_with_rare[ids_with_rare != -2], tuple(names[i] for i in order))
 
 
 def _expected(got: str) -> str:

@@ -184,9 +184,9 @@ class Vectors:
             raise ImportError(
                 "to_gensim needs the package gensim; install it with pip install gensim"
             ) from error
-        made = KeyedVectors(self.dim)
-        made.add_vectors(list(self.words), self.input.detach().cpu().float().numpy())
-        return made
+        result = KeyedVectors(self.dim)
+        result.add_vectors(list(self.words), self.input.detach().cpu().float().numpy())
+        return result
 
     @classmethod
     def from_gensim(cls, keyed_vectors: Any) -> Self:

@@ -277,9 +277,9 @@ def _plan(
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     """A read-only view. Numba would compile all loops again for writable arrays."""
-    made = np.ascontiguousarray(array).view()
-    made.flags.writeable = False
-    return made
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
 
 
 def _run(
