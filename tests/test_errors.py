@@ -152,7 +152,7 @@ def test_alpha_tensors_that_do_not_fit():
 
 
 def test_an_alpha_that_is_learned_starts_above_one():
-    parts = ("alpha: expected more than 1 where it is learned", "got 1.0", "start at 1.5")
+    parts = ("alpha: expected more than 1 with learn_alpha=True", "got 1.0", "start at 1.5")
     with raises(ValueError, *parts):
         Entmax(1.0, learn_alpha=True)
 

@@ -43,7 +43,7 @@ def _options(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Versions, devices, which kernels would run, and which extras are missing."""
+    """Show versions, devices, the kernels that would run, and missing extras."""
     from lastlayer import _doctor
 
     report = _doctor.examine()

@@ -462,7 +462,7 @@ WRONG = {
     "dropout_p": lambda *t: (*t, {"dropout_p": 1.5}),
     "scale": lambda *t: (*t, {"scale": 0.0}),
     "cu_seqlens: expected batch": lambda *t: (*t, {"cu_seqlens": CUTS}),
-    "cu_seqlens: expected rising": lambda *t: (*(x[:1] for x in t), {"cu_seqlens": CUTS}),
+    "cu_seqlens: expected ascending": lambda *t: (*(x[:1] for x in t), {"cu_seqlens": CUTS}),
     "cu_seqlens: expected integers": lambda *t: (*(x[:1] for x in t), {"cu_seqlens": CUTS / 1}),
     "impl: expected": lambda *t: (*t, {"impl": "fast"}),
     "impl: 'triton' cannot run": lambda *t: (*t, {"impl": "triton"}),

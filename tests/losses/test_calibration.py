@@ -141,7 +141,7 @@ TWO = torch.zeros(2)
         (ValueError, "threshold: expected one of", lambda: ZLPRCalibrator(threshold="x")),
         (ValueError, "strength: .*got 0", lambda: ZLPRCalibrator(strength=0)),
         (ValueError, r"scores: expected shape \(\*batch, 3\)", lambda: ZLPRCalibrator(3)(TWO)),
-        (ValueError, "target: expected observed", lambda: ZLPRCalibrator().fit(TWO, TWO + 0.5)),
+        (ValueError, "target: expected labels 0 or", lambda: ZLPRCalibrator().fit(TWO, TWO + 0.5)),
         (ValueError, "scores: .*NaN", lambda: ZLPRCalibrator().fit(TWO * torch.nan, TWO)),
         (ValueError, "scores: .*finite", lambda: ZLPRCalibrator().fit(TWO + torch.inf, TWO)),
     ],

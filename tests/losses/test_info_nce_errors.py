@@ -16,12 +16,12 @@ WRONG = [
     (dict(key=X[:3]), ValueError, r"key: expected the shape of query, \(4, 3\)"),
     (dict(key=X.double()), TypeError, "key: expected the dtype of query, torch.float32"),
     (dict(negatives=X[:, :2]), ValueError, r"negatives: expected shape \(m, 3\)"),
-    (dict(negatives=torch.randn(3, 2, 3)), ValueError, r"or \(4, m, 3\), own ones for each"),
-    (dict(in_batch=False), ValueError, "negatives: expected some where in_batch is False"),
+    (dict(negatives=torch.randn(3, 2, 3)), ValueError, r"or \(4, m, 3\), m per query"),
+    (dict(in_batch=False), ValueError, "negatives: expected a tensor with in_batch=False"),
     (
         dict(negatives=X, in_batch=False, symmetric=True),
         ValueError,
-        "symmetric: expected False where in_batch is False",
+        "symmetric: expected False with in_batch=False",
     ),
     (dict(temperature=0.0), ValueError, "temperature: expected a finite number above 0, got 0.0"),
     (dict(temperature=-1), ValueError, "temperature: expected a finite number above 0, got -1"),
@@ -31,7 +31,7 @@ WRONG = [
         "temperature: expected a finite number above 0, got nan",
     ),
     (dict(temperature=torch.tensor(-0.5)), ValueError, "above 0, got -0.5"),
-    (dict(temperature=torch.ones(1)), ValueError, "temperature: expected a tensor without dimens"),
+    (dict(temperature=torch.ones(1)), ValueError, "temperature: expected a 0-dimensional tensor"),
     (dict(temperature=torch.tensor(1)), TypeError, "temperature: expected a number or a floating"),
     (dict(temperature="low"), TypeError, "temperature: expected a number .* got str"),
     (
@@ -40,7 +40,7 @@ WRONG = [
         r"groups: expected shape \(4,\), one group per pair, got \(3,",
     ),
     (dict(groups=X[:, 0]), TypeError, "groups: expected an integer tensor, got torch.float32"),
-    (dict(groups=[0, 1, 2, 3]), ValueError, "one for queries and one for keys, got 4"),
+    (dict(groups=[0, 1, 2, 3]), ValueError, "for queries and for keys.*, got 4"),
     (dict(groups=(G, G[:2])), ValueError, r"groups\[1\]: expected shape \(4,\), one group per key"),
     (dict(negative_groups=G), ValueError, "negative_groups: expected None without negatives"),
     (
@@ -86,5 +86,5 @@ def test_queue_refuses():
     with pytest.raises(ValueError, match=r"groups: expected shape \(4,\)"):
         queue.push(X, G[:2])
     queue.push(X, G)
-    with pytest.raises(ValueError, match="groups: expected groups, as for the keys that are held"):
+    with pytest.raises(ValueError, match="groups: expected groups, as for the keys in the queue"):
         queue.push(X)

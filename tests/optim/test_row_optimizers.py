@@ -326,7 +326,7 @@ def test_bad_gradients_are_named():
         RowAdagrad([parameter]).step()
     turned = torch.nn.Parameter(torch.randn(D, V).t())
     set_gradient(turned, [1], torch.randn(1, D))
-    with pytest.raises(ValueError, match="contiguous parameters where gradients are sparse"):
+    with pytest.raises(ValueError, match="contiguous parameters for sparse gradients"):
         RowAdam([turned]).step()
 
 

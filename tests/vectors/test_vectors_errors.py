@@ -30,7 +30,7 @@ TEXT = np.array([0, 1, 2, -1, 2, 1], np.int32)
         (
             {"objective": "hierarchical", "tree": trees.balanced(5)},
             ValueError,
-            "tree: expected 3 classes, one for each word, got 5",
+            "tree: expected 3 classes, one per word, got 5",
         ),
         ({"objective": "hierarchical", "tree": "huffman"}, TypeError, "tree: expected a lastlayer"),
         ({"objective": "hierarchical", "share": 2}, ValueError, "share: expected None for object"),
@@ -38,7 +38,7 @@ TEXT = np.array([0, 1, 2, -1, 2, 1], np.int32)
         (
             {"lr": 1e30, "subsample": 0.0},
             FloatingPointError,
-            "lr: expected vectors that stay finite",
+            "lr: expected finite vectors",
         ),
     ],
 )
@@ -58,7 +58,7 @@ def test_options(options, kind, message):
         (np.array([0, 2**40]), ValueError, "tokens: expected ids below 2147483647"),
         ("a b a b", TypeError, "tokens: expected an integer array or an iterable of sentences"),
         (7, TypeError, "tokens: expected an integer array or an iterable of sentences, got int"),
-        (["a b", "b a"], TypeError, r"got str at position 0; give sentence.split\(\)"),
+        (["a b", "b a"], TypeError, r"got str at position 0; use sentence.split\(\)"),
         ([[1, 2], [2, 1]], TypeError, "expected words of type str, got int 1 in sentence 0"),
         ([["a", "b"]], ValueError, "expected at least 2 words that occur min_count=5 times"),
     ],
@@ -69,7 +69,7 @@ def test_tokens(tokens, kind, message):
 
 
 def test_words_belong_to_ids():
-    with pytest.raises(ValueError, match="words: expected None beside sentences"):
+    with pytest.raises(ValueError, match="words: expected None with sentences"):
         vectors.train([["a", "b"]] * 9, words=["a", "b"])
 
 

@@ -111,11 +111,11 @@ def test_paths_and_words(made, tmp_path):
     with pytest.raises(ValueError, match=r"words: expected words without whitespace.* 'New York'"):
         vectors.Vectors(["New York"], torch.ones(1, 2)).save(tmp_path / "v")
     assert not (tmp_path / "v").exists()
-    with pytest.raises(ValueError, match="words: expected one word for each of 1 rows, got 2"):
+    with pytest.raises(ValueError, match="words: expected one word per row, 1, got 2"):
         vectors.Vectors(["a", "b"], torch.ones(1, 2))
     with pytest.raises(
         ValueError, match=re.escape("output: expected shape (n_rows, 2), got (1, 3)")
     ):
         vectors.Vectors(["a"], torch.ones(1, 2), torch.ones(1, 3))
-    with pytest.raises(ValueError, match="input: expected floating rows"):
+    with pytest.raises(ValueError, match="input: expected a floating"):
         vectors.Vectors(["a"], torch.ones(1, 2, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Maps applied to attention scores: weights that are exactly zero for most keys."""
+"""Sparse attention: entmax in place of softmax, so that most weights are exactly zero."""
 
 from lastlayer.attention.functional import (
     AttentionWeights,

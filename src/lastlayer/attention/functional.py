@@ -1,4 +1,4 @@
-"""Attention with sparse weights: a query looks at few keys, and at the others not at all."""
+"""Sparse attention: attention weights that are exactly zero for most keys."""
 
 import math
 from collections.abc import Sequence
@@ -30,20 +30,20 @@ from lastlayer.kernels.attention import Kept, Problem, scores
 Implementation = Literal["auto", "triton", "chunked"]
 Window = int | tuple[int | None, int | None]
 Lengths = Tensor | tuple[Tensor, Tensor]
-# Numbers behind the nine tensors of a problem.
+# Number of tensor fields of a Problem, which come first; plain numbers follow.
 _TENSORS = 9
-# The largest head that the kernels hold, and bytes of scores that a chunk of rows may have.
+# The largest head size of the kernels, and the bytes of scores in a chunk of queries.
 _WIDEST, _CHUNK_BYTES = 256, 1 << 24
 
 
 class AttentionWeights(NamedTuple):
-    """The non-zero weights of each query, by falling weight.
+    """The non-zero attention weights of each query, in descending order.
 
     Attributes:
-        values: ``(..., heads, n, k)`` with the largest number k of keys that a query looks at; 0
-            behind the last one.
-        keys: which keys they belong to, int64 of the same shape; -1 behind the last one.
-        counts: how many keys each query looks at, ``(..., heads, n)``.
+        values: weights ``(..., heads, n, k)``, padded with 0; k is the largest number of keys that
+            any query attends to.
+        keys: indices of their keys, int64 of the same shape, padded with -1.
+        counts: number of keys that each query attends to, ``(..., heads, n)``.
     """
 
     values: Tensor
@@ -67,17 +67,17 @@ def sparse_attention(
     query_offset: int = 0,
     impl: Implementation = "auto",
 ) -> Tensor:
-    r"""Scaled dot-product attention whose weights are entmax of the scores instead of softmax.
+    r"""Scaled dot-product attention with entmax instead of softmax.
 
     .. math:: \operatorname{entmax}_\alpha(s\, Q K^\top + \text{mask})\, V
 
     The conventions are those of :func:`torch.nn.functional.scaled_dot_product_attention`. Weights
     below a threshold, which is solved to convergence for each query, are exactly zero. The matrix
-    of weights is never stored: memory grows linearly with the numbers of queries and keys.
+    of weights is never stored: memory grows linearly with the number of queries and keys.
 
-    Choose ``alpha=1.5`` as the sparse replacement of softmax attention, 2 (sparsemax) where a query
-    should look at very few keys, and a tensor with one learned alpha per head where each head
-    should find its own sparsity. 1 is softmax; use torch's own function for that.
+    Choose ``alpha=1.5`` as the sparse replacement of softmax attention, 2 (sparsemax) if a query
+    should attend to very few keys, and a tensor with one learned alpha per head if each head should
+    learn its own sparsity. 1 is softmax; use torch's own function for that.
 
     Args:
         query: ``(..., heads, n, d)``.
@@ -85,28 +85,28 @@ def sparse_attention(
         value: ``(..., heads, m, d_value)``, with as many heads as ``key``.
         alpha: at least 1; or a floating tensor ``(heads,)``, or one that broadcasts to
             ``(..., heads, 1, 1)``, which gets a gradient.
-        attn_mask: broadcasts to ``(..., heads, n, m)``; bool with True where a query may look, or
-            floating, added to the scores. Unlike torch's it may come with ``is_causal``.
-        dropout_p: the probability that a weight is dropped; the others are divided by its
-            complement. The seed is drawn from torch's generator of the query's device.
-        is_causal: whether query i sees keys up to i + query_offset only.
-        scale: of the scores, 1/sqrt(d) unless given.
-        window: how far a query sees: ``w`` for keys less than w places away, or
-            ``(left, right)`` for so many before and behind its own place, None for all.
+        attn_mask: broadcasts to ``(..., heads, n, m)``; bool, True if a query may attend to a key,
+            or floating, added to the scores. Unlike torch's it may be combined with ``is_causal``.
+        dropout_p: the probability that a weight is dropped; the others are divided by
+            ``1 - dropout_p``. The seed is drawn from torch's generator of the query's device.
+        is_causal: whether query i attends to keys up to i + query_offset only.
+        scale: factor of the scores, by default 1/sqrt(d).
+        window: sliding window: ``w`` for keys at a distance less than w, or ``(left, right)`` for
+            that many keys before and after the position of the query, None for no limit.
         enable_gqa: whether query heads may share key heads.
-        cu_seqlens: where packed sequences start, and one past the last: integers
-            ``(sequences + 1,)``, for queries and keys alike, or a tensor for each. A query sees the
-            keys of its own sequence. All other batch dimensions have size 1.
-        query_offset: the place of the first query among the keys, where some keys came before it:
-            ``m - n`` when decoding with a cache of keys. Not with ``cu_seqlens``.
-        impl: "auto", or what to force: "triton" or "chunked".
+        cu_seqlens: cumulative lengths of packed sequences, starting with 0: integers
+            ``(sequences + 1,)``, for queries and keys, or a pair of such tensors. A query attends
+            to keys of its own sequence only. All other batch dimensions must have size 1.
+        query_offset: position of the first query among the keys: ``m - n`` when decoding with a
+            key cache. Not with ``cu_seqlens``.
+        impl: "auto", or a specific implementation: "triton" or "chunked".
 
     Returns:
-        ``(..., heads, n, d_value)`` in the dtype of ``query``. A query that may look at nothing
-        gets zeros, and gives no gradient. A NaN stays in its own query.
+        ``(..., heads, n, d_value)`` in the dtype of ``query``. A fully masked query gets zeros, and
+        has no gradient. A NaN in a query affects only that query.
 
     Raises:
-        ValueError: for shapes, dtypes or options that do not go together.
+        ValueError: for inconsistent shapes, dtypes or options.
 
     Example:
         >>> query, key, value = torch.randn(3, 2, 8, 16, 64).unbind()  # 2 texts, 8 heads, 16 words
@@ -145,9 +145,9 @@ def attention_weights(
     cu_seqlens: Lengths | None = None,
     query_offset: int = 0,
 ) -> AttentionWeights:
-    """The weights of :func:`sparse_attention` that are not zero, to look at; without gradients.
+    """The non-zero weights of :func:`sparse_attention`, for inspection; without gradients.
 
-    Arguments are those of :func:`sparse_attention`.
+    The arguments are those of :func:`sparse_attention`.
 
     Example:
         >>> found = attention_weights(torch.randn(8, 16, 64), torch.randn(8, 16, 64), alpha=2.0)
@@ -175,8 +175,8 @@ def attention_weights(
             ], 2)
             for i, fill in ((0, 0.0), (1, -1))
         ]  # fmt: skip
-        made = *padded, torch.cat([each[2] for each in parts], 2)
-        values, found, counts = (each.reshape(*batch, *each.shape[1:]) for each in made)
+        joined = *padded, torch.cat([each[2] for each in parts], 2)
+        values, found, counts = (each.reshape(*batch, *each.shape[1:]) for each in joined)
         return AttentionWeights(values.to(query.dtype), found, counts)
 
 
@@ -194,7 +194,7 @@ def _problem(
     cu_seqlens: Lengths | None,
     query_offset: int,
 ) -> tuple[Problem, Sequence[int]]:
-    """Checked arguments with one batch dimension, and the batch dimensions that it stands for."""
+    """Checked arguments with a single batch dimension, and the original batch dimensions."""
     for name, each in (("query", query), ("key", key), ("value", value)):
         check_floating(name, each, "queries, keys and values")
         if each.dim() < 3:
@@ -248,10 +248,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     shape, of_keys, of_values = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     if of_keys[:-3] != shape[:-3] or of_keys[-1] != shape[-1]:
         raise ValueError(
-            f"key: expected batch {shape[:-3]} and size {shape[-1]} as query, got {of_keys}"
+            f"key: expected batch {shape[:-3]} and size {shape[-1]} as in query, got {of_keys}"
         )
     if of_values[:-1] != of_keys[:-1]:
-        raise ValueError(f"value: expected {of_keys[:-1]} as key before its size, got {of_values}")
+        raise ValueError(
+            f"value: expected {of_keys[:-1]} before the size, as in key, got {of_values}"
+        )
     heads, key_heads = shape[-3], of_keys[-3]
     if heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0):
         wanted = f"a divisor of query's {heads}" if enable_gqa else f"query's {heads}"
@@ -260,7 +262,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def _window(window: Window | None, is_causal: bool) -> tuple[int, int]:
-    """How many keys a query sees before and behind its place, -1 for all."""
+    """Number of keys before and after the query's position that it attends to, -1 for all."""
     expected = "a number of keys, (left, right) or None"
     if window is None:
         left = right = -1
@@ -295,7 +297,7 @@ def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(
-            "attn_mask: expected bool (True where a query may look) or a floating tensor that is "
+            "attn_mask: expected bool (True if a query may attend) or a floating tensor that is "
             f"added to the scores, got {got}"
         )
     if not broadcasts(mask.shape, shape):
@@ -304,12 +306,12 @@ def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
         )
     if mask.device != query.device:
         raise ValueError(f"attn_mask: expected {query.device} as query, got {mask.device}")
-    made: Tensor = mask
-    return made
+    checked: Tensor = mask
+    return checked
 
 
 def _sequences(lengths: Any, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each query the first key of its sequence, one past the last, and the key at its place."""
+    """For each query: first key of its sequence, end of the sequence, and key at its position."""
     pair = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     if len(pair) != 2 or any(
         not isinstance(x, Tensor) or x.is_floating_point() or x.dim() != 1 or not x.numel()
@@ -324,27 +326,27 @@ def _sequences(lengths: Any, n: int, m: int, device: torch.device) -> tuple[Tens
         for name, ends, length in (("query", starts, n), ("key", of_keys, m)):
             if ends[0] != 0 or ends[-1] != length or bool((ends.diff() < 0).any()):
                 raise ValueError(
-                    f"cu_seqlens: expected rising numbers from 0 to {length}, the length of "
+                    f"cu_seqlens: expected ascending numbers from 0 to {length}, the length of "
                     f"{name}, got {ends.tolist()}"
                 )
     number = torch.arange(n, device=device)
-    # Sequences of length 0 are passed over.
+    # Skips sequences of length 0.
     which = torch.searchsorted(starts, number, right=True) - 1
     first, stop = of_keys[which], of_keys[(which + 1).clamp(max=len(of_keys) - 1)]
     return first.int(), stop.int(), (number - starts[which] + first).int()
 
 
 def _by_kernel(problem: Problem, impl: Implementation) -> bool:
-    """Whether the kernels run; the reason is raised where they were asked for and cannot."""
+    """Whether to use the Triton kernels; raises an error if impl="triton" is not possible."""
     query, mask = problem.query, problem.mask
     size = max(query.shape[-1], problem.value.shape[-1])
     reason = None
     if query.dtype == torch.float64:
-        reason = "they have no float64"
+        reason = "the kernels do not support float64"
     elif size > _WIDEST:
-        reason = f"heads are {size} wide, and the kernels hold up to {_WIDEST}"
+        reason = f"the head size is {size}, and the kernels support up to {_WIDEST}"
     elif mask is not None and mask.requires_grad:
-        reason = "attn_mask gets a gradient"
+        reason = "attn_mask needs a gradient, which the kernels do not compute"
     if impl == "triton":
         reason = reason or kernels.available()["triton"]
         if reason is not None:
@@ -355,15 +357,15 @@ def _by_kernel(problem: Problem, impl: Implementation) -> bool:
 
 
 def _chunks(p: Problem) -> list[tuple[slice, slice]]:
-    """Queries at a time, and the keys that they may see."""
+    """Chunks of queries, with the range of keys that they may attend to."""
     batch, heads, n, _ = p.query.shape
     m = p.key.shape[2]
     size = accumulation_dtype(p.query.dtype).itemsize
     rows = max(1, _CHUNK_BYTES // max(1, batch * heads * m * size))
     if p.left >= 0 or p.right >= 0:
-        # Keys that no query of a chunk may see are left out.
+        # Smaller chunks: keys outside the window of a whole chunk are skipped.
         rows = min(rows, max(128, -(-n // 8)))
-    made = []
+    chunks = []
     for start in range(0, max(n, 1), rows):
         stop, low, high = min(n, start + rows), 0, m
         if p.first is not None and p.stop is not None:
@@ -372,8 +374,8 @@ def _chunks(p: Problem) -> list[tuple[slice, slice]]:
         else:
             low = max(0, start + p.offset - p.left) if p.left >= 0 else 0
             high = min(m, stop + p.offset + p.right) if p.right >= 0 else m
-        made.append((slice(start, stop), slice(min(low, m), max(min(low, m), high))))
-    return made
+        chunks.append((slice(start, stop), slice(min(low, m), max(min(low, m), high))))
+    return chunks
 
 
 def _row_alpha(p: Problem, n: int) -> Tensor | None:
@@ -381,15 +383,15 @@ def _row_alpha(p: Problem, n: int) -> Tensor | None:
 
 
 def _weights(p: Problem, rows: slice, keys: slice) -> Tensor:
-    made = scores(p, rows, keys)
-    alphas = _row_alpha(p, made.shape[2])
+    logits = scores(p, rows, keys)
+    alphas = _row_alpha(p, logits.shape[2])
     alphas = None if alphas is None else alphas.contiguous()
-    weights: Tensor = kernels.entmax.forward("auto", made, p.alpha, alphas)
+    weights: Tensor = kernels.entmax.forward("auto", logits, p.alpha, alphas)
     return weights
 
 
 def _kept_weights(p: Problem, like: Tensor, rows: slice) -> Tensor | None:
-    """What dropout multiplies the weights of a chunk by; the same whenever it is asked."""
+    """The factors of dropout for the weights of a chunk, the same in forward and backward."""
     if p.seed is None:
         return None
     generator = torch.Generator(like.device)
@@ -399,7 +401,7 @@ def _kept_weights(p: Problem, like: Tensor, rows: slice) -> Tensor | None:
 
 
 def _grouped(tensor: Tensor, key_heads: int) -> Tensor:
-    """Rows of all heads that share a key head together."""
+    """Concatenates the rows of all heads that share a key head."""
     batch, heads, n, size = tensor.shape
     return tensor.reshape(batch, key_heads, heads // max(1, key_heads) * n, size)
 
@@ -412,8 +414,8 @@ def _chunked_forward(p: Problem) -> Tensor:
         weights = _weights(p, rows, keys)
         if (kept := _kept_weights(p, weights, rows)) is not None:
             weights = weights * kept
-        made = _grouped(weights, value.shape[1]) @ value[:, :, keys]
-        out[:, :, rows] = made.view(batch, heads, rows.stop - rows.start, value.shape[-1])
+        product = _grouped(weights, value.shape[1]) @ value[:, :, keys]
+        out[:, :, rows] = product.view(batch, heads, rows.stop - rows.start, value.shape[-1])
     return out
 
 
@@ -509,8 +511,8 @@ def _registered(*given: Any) -> list[Tensor]:
 def _registered_backward(*given: Any) -> list[Tensor]:
     *parts, by_kernel, grad, kept, wanted = given
     p = Problem(*parts)
-    made = _backward(by_kernel, p, kept, grad, _Wanted(*wanted))
-    return [p.query.new_empty(0) if each is None else each for each in made]
+    grads = _backward(by_kernel, p, kept, grad, _Wanted(*wanted))
+    return [p.query.new_empty(0) if each is None else each for each in grads]
 
 
 def _fake(*given: Any) -> list[Tensor]:
@@ -570,21 +572,21 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "sparse_attention: second derivatives are not available; for those compute "
+                "sparse_attention: second derivatives are not supported; if you need them, use "
                 "lastlayer.entmax(query @ key.mT * scale) @ value"
             )
         by_kernel, wanted, numbers = ctx.given
         tensors, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
         p = Problem(*tensors, *numbers)
         if is_eager(grad):
-            made = _backward(by_kernel, p, kept, grad, wanted)
+            computed = _backward(by_kernel, p, kept, grad, wanted)
         else:
-            made = torch.ops.lastlayer.sparse_attention_backward(
+            computed = torch.ops.lastlayer.sparse_attention_backward(
                 *p, by_kernel, grad, kept, list(wanted)
             )
         grads = [
             in_dtype(each, source.dtype) if asked and each is not None else None
-            for asked, each, source in zip(wanted, made, tensors, strict=False)
+            for asked, each, source in zip(wanted, computed, tensors, strict=False)
         ]
         return None, None, None, *grads, None, None, None, None
 

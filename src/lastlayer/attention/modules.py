@@ -1,4 +1,4 @@
-"""Attention layers with sparse weights: a drop-in for ``nn.MultiheadAttention``, and pooling."""
+"""Sparse attention layers: a drop-in for ``nn.MultiheadAttention``, and attention pooling."""
 
 import math
 from typing import Any
@@ -17,19 +17,19 @@ from lastlayer.maps.entmax import entmax
 
 
 class _Alpha(nn.Module):
-    """One alpha for all heads, or one that is learned for each."""
+    """A fixed alpha for all heads, or a learned one per head."""
 
-    def __init__(self, alpha: float, learn: bool, n: int, made: dict[str, Any]) -> None:
+    def __init__(self, alpha: float, learn: bool, n: int, factory: dict[str, Any]) -> None:
         super().__init__()
         check_alpha(alpha)
         self.fixed, self.log_excess = float(alpha), None
         if learn:
             if alpha <= 1.0:
                 raise ValueError(
-                    f"alpha: expected more than 1 where it is learned, got {alpha}; start at 1.5"
+                    f"alpha: expected more than 1 with learn_alpha=True, got {alpha}; start at 1.5"
                 )
-            start = torch.full((n,), math.log(alpha - 1.0), **made)
-            # No step of an optimiser can bring alpha to 1 or below.
+            start = torch.full((n,), math.log(alpha - 1.0), **factory)
+            # With log(alpha - 1) no optimiser step can make alpha 1 or less.
             self.log_excess = nn.Parameter(start)
 
     def forward(self) -> float | Tensor:
@@ -43,14 +43,14 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
     """:class:`torch.nn.MultiheadAttention` with entmax weights instead of softmax.
 
     Constructor, arguments, results and parameters are those of torch's layer, so that its
-    ``state_dict`` loads. Masks follow that layer too: in a bool mask True means *not* allowed.
+    ``state_dict`` loads. As in that layer, True in a bool mask means *not* allowed.
 
     Args:
         embed_dim: size of inputs and outputs.
-        num_heads: heads, each of the size ``embed_dim // num_heads``.
+        num_heads: number of heads, each of size ``embed_dim // num_heads``.
         alpha: 1 is softmax, 1.5 the usual choice, 2 sparsemax.
-        learn_alpha: learn an alpha for each head, starting there.
-        options: those of ``nn.MultiheadAttention``: dropout, bias, add_bias_kv, add_zero_attn,
+        learn_alpha: whether to learn an alpha per head, initialised with ``alpha``.
+        options: options of ``nn.MultiheadAttention``: dropout, bias, add_bias_kv, add_zero_attn,
             kdim, vdim, batch_first, device, dtype.
 
     Example:
@@ -71,10 +71,10 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
-        # An encoder layer of torch in eval mode reads this, and would compute softmax by itself.
+        # In eval mode torch's encoder layer reads this, and would use its own softmax if True.
         self._qkv_same_embed_dim = False
-        made: dict[str, Any] = {k: options[k] for k in ("device", "dtype") if k in options}
-        self.alpha = _Alpha(alpha, learn_alpha, num_heads, made)
+        factory: dict[str, Any] = {k: options[k] for k in ("device", "dtype") if k in options}
+        self.alpha = _Alpha(alpha, learn_alpha, num_heads, factory)
 
     def forward(
         self,
@@ -87,9 +87,9 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of torch's layer; ``need_weights=False`` never stores the weights, and is faster.
+        """As in torch's layer; ``need_weights=False`` never stores the weights, and is faster.
 
-        ``is_causal`` needs no ``attn_mask`` here.
+        Unlike there, ``is_causal`` needs no ``attn_mask``.
         """
         batched = query.dim() == 3
         if not batched:
@@ -102,7 +102,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             key, value = (pad(each, (0, 0, 0, 1)) for each in (key, value))
         n_added = int(self.add_zero_attn) + int(self.bias_k is not None)
         if n_added:
-            # Keys that were added are always seen.
+            # Every query may attend to the added keys.
             if is_causal:
                 mask, is_causal = _with_causal(mask, query, key.shape[2] - n_added), False
             if mask is not None:
@@ -124,26 +124,26 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Heads of queries, keys and values, ``(batch, heads, length, size)``."""
-        # None where keys or values have other sizes, which the types of torch leave out.
+        """Projected queries, keys and values, ``(batch, heads, length, size)``."""
+        # None if keys or values have other sizes, which torch's type annotations ignore.
         packed: Any = self.in_proj_weight
         bias: Any = self.in_proj_bias
         matrices = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         matrices = matrices if packed is None else packed.chunk(3)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
-        made = [
+        projected = [
             linear(each, matrix, shift)
             for each, matrix, shift in zip((query, key, value), matrices, biases, strict=True)
         ]
         if self.bias_k is not None and self.bias_v is not None:
             for i, more in ((1, self.bias_k), (2, self.bias_v)):
-                made[i] = torch.cat([made[i], more.expand(len(query), -1, -1)], 1)
-        return [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in made]
+                projected[i] = torch.cat([projected[i], more.expand(len(query), -1, -1)], 1)
+        return [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in projected]
 
     def _allowed(
         self, mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor
     ) -> Tensor | None:
-        """Both masks as :func:`sparse_attention` takes them."""
+        """Both masks combined, in the format of :func:`sparse_attention`."""
         n, m = query.shape[2], key.shape[2] - (self.bias_k is not None)
         if mask is not None:
             shapes = [(n, m), (len(query) * self.num_heads, n, m)]
@@ -179,32 +179,32 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
 
 def _both(mask: Tensor, other: Tensor) -> Tensor:
-    """Two masks as one; a bool one becomes a floating one beside such."""
+    """Combines two masks; if one is floating, a bool one is converted."""
     if mask.dtype == other.dtype == torch.bool:
         return mask & other
-    made = [
+    floating = [
         torch.zeros_like(each, dtype=like.dtype).masked_fill_(~each, -math.inf)
         if each.dtype == torch.bool
         else each
         for each, like in ((mask, other), (other, mask))
     ]
-    return made[0] + made[1]
+    return floating[0] + floating[1]
 
 
 def _with_causal(mask: Tensor | None, query: Tensor, m: int) -> Tensor:
-    """A mask of ``m`` keys that is causal too."""
+    """Combines a mask over ``m`` keys with the causal mask."""
     causal = torch.ones(query.shape[2], m, dtype=torch.bool, device=query.device).tril()
     return causal if mask is None else _both(mask, causal)
 
 
 class AttentionPooling(nn.Module):
-    """A sequence as one vector: a learned query looks at few of its places.
+    """Pools a sequence into one vector: a learned query attends to few of its positions.
 
     Args:
         in_features: size of the hidden states, and of the result.
-        n_queries: learned queries; with more than one the result has a vector for each.
+        n_queries: number of learned queries; with more than one the result has a vector per query.
         alpha: 1 is softmax, 1.5 the usual choice, 2 sparsemax.
-        learn_alpha: learn an alpha for each query, starting there.
+        learn_alpha: whether to learn an alpha per query, initialised with ``alpha``.
 
     Example:
         >>> pool = AttentionPooling(16, alpha=2.0)
@@ -225,31 +225,31 @@ class AttentionPooling(nn.Module):
         super().__init__()
         self.in_features = check_int("in_features", in_features)
         self.n_queries = check_int("n_queries", n_queries)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.key = nn.Linear(in_features, in_features, **made)
-        self.query = nn.Parameter(torch.empty(n_queries, in_features, **made))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.key = nn.Linear(in_features, in_features, **factory)
+        self.query = nn.Parameter(torch.empty(n_queries, in_features, **factory))
         nn.init.normal_(self.query, std=in_features**-0.5)
-        self.alpha = _Alpha(alpha, learn_alpha, n_queries, made)
+        self.alpha = _Alpha(alpha, learn_alpha, n_queries, factory)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """From ``(batch, length, in_features)``; ``mask`` is True for places that exist.
+        """Pool ``(batch, length, in_features)``; ``mask`` ``(batch, length)`` is False for padding.
 
         Returns:
             ``(batch, in_features)``, or ``(batch, n_queries, in_features)``.
         """
-        # All queries read the same keys and values.
+        # All queries share the same keys and values.
         out = sparse_attention(
             *self._query_and_key(hidden), hidden.unsqueeze(1), **self._options(mask)
         ).squeeze(2)
         return out if self.n_queries > 1 else out.squeeze(1)
 
     def weights(self, hidden: Tensor, mask: Tensor | None = None) -> AttentionWeights:
-        """The weights of :meth:`forward` that are not zero, to look at; without gradients.
+        """The non-zero attention weights of :meth:`forward`, for inspection; without gradients.
 
         Returns:
-            ``values`` and ``keys`` (places of the sequence) of shape ``(batch, k)`` by falling
-            weight and ``counts`` of shape ``(batch,)``; ``(batch, n_queries, k)`` and
-            ``(batch, n_queries)`` with more than one query.
+            ``values`` and ``keys`` (positions in the sequence) of shape ``(batch, k)``, in
+            descending order of weight, and ``counts`` of shape ``(batch,)``; with more than one
+            query ``(batch, n_queries, k)`` and ``(batch, n_queries)``.
 
         Example:
             >>> pool = AttentionPooling(16, alpha=2.0)
@@ -260,8 +260,8 @@ class AttentionPooling(nn.Module):
         with torch.no_grad():
             found = attention_weights(*self._query_and_key(hidden), **self._options(mask))
         values, keys, counts = found.values.squeeze(2), found.keys.squeeze(2), found.counts
-        made = values, keys, counts.squeeze(2)
-        return AttentionWeights(*(made if self.n_queries > 1 else (x.squeeze(1) for x in made)))
+        parts = values, keys, counts.squeeze(2)
+        return AttentionWeights(*(parts if self.n_queries > 1 else (x.squeeze(1) for x in parts)))
 
     def _query_and_key(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         query = self.query[:, None].expand(len(hidden), -1, -1, -1)

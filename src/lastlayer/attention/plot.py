@@ -1,4 +1,4 @@
-"""Which words attention looks at, as a picture."""
+"""Plots of attention weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,20 +9,20 @@ from torch import Tensor
 def plot_attention(
     weights: Tensor, query_words: Sequence[str], key_words: Sequence[str], ax: Any = None
 ) -> Any:
-    """Draws weights over words: the darker a cell the larger its weight, white where it is zero.
+    """Plots attention weights over words: darker cells have larger weights, white is zero.
 
     Args:
-        weights: of one head, ``(queries, keys)``.
-        query_words: one per row.
-        key_words: one per column.
-        ax: axes of matplotlib to draw on; new ones unless given.
+        weights: weights of one head, ``(queries, keys)``.
+        query_words: one word per row.
+        key_words: one word per column.
+        ax: matplotlib axes to draw on; by default new ones.
 
     Returns:
         The axes.
 
     Raises:
-        ImportError: where matplotlib is missing.
-        ValueError: where words and weights do not go together.
+        ImportError: if matplotlib is missing.
+        ValueError: if ``weights`` does not have one row and column per word.
     """
     expected = len(query_words), len(key_words)
     if tuple(weights.shape) != expected:

@@ -1,4 +1,4 @@
-"""Scores and targets to a loss."""
+"""Losses of scores (logits) and targets, as functions and modules."""
 
 from lastlayer.losses.calibration import ZLPRCalibrator
 from lastlayer.losses.contrastive import InfoNCELoss, info_nce

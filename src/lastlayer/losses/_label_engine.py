@@ -1,4 +1,4 @@
-"""What the engines of multi-label losses on scores share: rows, the reduction, and its factor."""
+"""Base class of the engines of multi-label losses on scores."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,24 +12,24 @@ from lastlayer.fused.function import Call, Engine, Grads, Operands, Result
 
 
 class LabelEngine(Engine):
-    """A loss of scores, the first operand, with labels, and a mask, the last.
+    """A multi-label loss. The first operand is the scores, the last the mask or None.
 
-    Forward leaves a few numbers per row at most; backward reads scores and labels again.
+    Forward keeps at most a few numbers per row; backward reads scores and labels again.
     """
 
     recomputes_unreduced = False
     statistics_per_row = 0
 
     def losses(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The loss of each row, what backward needs of it, and which rows count under a mask."""
+        """The loss of each row, statistics for backward, and which rows count under a mask."""
         raise NotImplementedError
 
     def gradient(self, call: Call, pieces: Sequence[Any], factor: Tensor) -> Tensor:
-        """The gradient of the scores, ``(rows, n)``; one factor for all rows, or one for each."""
+        """The gradient of the scores, ``(rows, n)``, times one factor or one factor per row."""
         raise NotImplementedError
 
     def slope(self, call: Call) -> Tensor:
-        """The derivative of each row's loss, ``(rows, n)``, which can be differentiated further."""
+        """The derivative of each row's loss, ``(rows, n)``; differentiable."""
         raise NotImplementedError
 
     def compute(self, call: Call) -> Result:
@@ -58,12 +58,12 @@ class LabelEngine(Engine):
     def finish(
         self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
     ) -> Grads:
-        del reusable  # what is kept stays
+        del reusable  # the gradient is a new tensor
         scores = call.operands[0]
         if factor is None or not call.wanted[0]:
             return [None]
-        made = self.gradient(call, pieces, factor)
-        return [made if scores.dim() == 2 else made.view(scores.shape)]
+        gradient = self.gradient(call, pieces, factor)
+        return [gradient if scores.dim() == 2 else gradient.view(scores.shape)]
 
     def differentiable(self, call: Call, grad: Tensor) -> Grads:
         scores, mask = call.operands[0], call.operands[-1]
@@ -77,7 +77,7 @@ class LabelEngine(Engine):
 
 
 def as_rows(operands: Operands) -> tuple[Any, ...]:
-    """Scores and target as ``(rows, n)``, what comes behind them, and the mask as rows."""
+    """Scores, target and mask as ``(rows, n)``, and the other operands unchanged."""
     scores, target, *others, mask = operands
     n_rows, n = scores.shape[:-1].numel(), scores.shape[-1]
     rows_mask = rows_of_mask(mask, scores, n_rows)

@@ -1,4 +1,4 @@
-"""What the losses that are modules share."""
+"""Base class of the losses that are modules."""
 
 import torch
 
@@ -6,7 +6,7 @@ from lastlayer._checks import check_reduction
 
 
 class LossModule(torch.nn.Module):
-    """A loss with its reduction, which is checked when the module is made."""
+    """A loss with a reduction, which the constructor checks."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Probabilities and thresholds for scores that were trained with ZLPR, from held-out data."""
+"""Calibration of scores trained with ZLPR: probabilities and thresholds from held-out data."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,31 +11,32 @@ from lastlayer._checks import check_choice, check_int, check_positive, check_sco
 from lastlayer._labels import check_multilabel, rows_of_mask
 from lastlayer._torch import accumulation_dtype
 
-# Numbers that are widened to float64 at a time.
+# Maximum number of scores per chunk that is converted to float64.
 _WIDENED = 1 << 22
 _MOST_STEPS = 100
 Columns = Callable[[], Iterator[tuple[slice, Tensor, Tensor, Tensor]]]
 
 
 class ZLPRCalibrator(torch.nn.Module):
-    r"""Scores to probabilities, :math:`p = \sigma(a\,s + b)` with :math:`a \ge 0`, and to labels.
+    r"""Turns ZLPR scores into probabilities :math:`\sigma(a\,s + b)` and labels (Platt scaling).
 
     ZLPR trained on hard labels ranks the classes of a row and puts its threshold near 0, but its
-    scores are no log-odds, see :func:`lastlayer.zlpr_probability`. Fitted on data that was not
-    trained on, :math:`a` and :math:`b` minimise the negative log-likelihood. The curve of a class
-    is drawn to that of all classes, as if by ``strength`` observations, so that rare classes have a
-    sensible one. All is done in float64 by Newton's method, and is deterministic; scores of
-    another scale give the same probabilities.
+    scores are not log-odds, see :func:`lastlayer.zlpr_probability`. :meth:`fit` finds the
+    :math:`a \ge 0` and :math:`b` that minimise the negative log-likelihood of held-out data. The
+    curve of each class is regularised towards that of all classes, as if by ``strength``
+    observations, so that rare classes get a sensible one. The fit is Newton's method in float64,
+    and deterministic; the probabilities do not depend on the scale of the scores.
 
-    Before it is fitted it is :math:`\sigma(2s)`, with a threshold of 0. Its state is a plain
-    ``state_dict`` of four buffers.
+    Before :meth:`fit` the probability is :math:`\sigma(2s)`, and the threshold 0. The
+    ``state_dict`` has four buffers.
 
     Args:
-        n_classes: number of classes, with a curve and a threshold each; None for shared ones.
-        threshold: what :meth:`predict` asks for: "half", a probability above 1/2, or "f1", the
-            threshold that has the best F1 on the data of the fit (of a class, or of all together
-            where they share it). Classes without a positive there take "half".
-        strength: how strongly the curve of a class is drawn to the common one, above 0.
+        n_classes: number of classes, each with its own curve and threshold; None to share one curve
+            and threshold.
+        threshold: the rule of :meth:`predict`: "half", a probability above 1/2, or "f1", the
+            threshold with the best F1 on the data of the fit (for each class, or over all classes
+            if they share it). Classes without positives there use "half".
+        strength: strength of the regularisation towards the common curve, above 0.
 
     Example:
         >>> scores = torch.randn(1000, 5)
@@ -70,12 +71,12 @@ class ZLPRCalibrator(torch.nn.Module):
 
     @torch.no_grad()
     def fit(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Self:
-        """Fits the curves and thresholds, and returns itself.
+        """Fit curves and thresholds to held-out data, and return the calibrator.
 
         Args:
-            scores: ``(*batch, n)``, of data that was not trained on; infinite ones do not count.
+            scores: ``(*batch, n)``, of data not used in training; infinite scores are ignored.
             target: labels of that shape, 0 or 1 (bool, integer or floating).
-            mask: bool that broadcasts to ``scores``, True for what counts.
+            mask: bool that broadcasts to ``scores``; scores with False are ignored.
         """
         check_multilabel(scores, target, mask, "none")
         self._check_classes(scores)
@@ -89,11 +90,11 @@ class ZLPRCalibrator(torch.nn.Module):
         in_units = _columns(flat, labels, rows_mask, unit)
         curve = _fit_shared(in_units, scores.device)
         if self.n_classes is not None:
-            # Drawn to the common curve, which classes without data take.
+            # Regularised towards the common curve, which classes without data get.
             around = curve.expand(2, n).clone()
             curve = _minimise(in_units, around, shared=False, strength=self.strength)
         slope, bias = curve[0] / unit, curve[1]
-        # Where the probability is 1/2; nowhere and everywhere are infinite.
+        # The score with probability 1/2; infinite if the slope is 0.
         always = torch.where(bias > 0, -math.inf, math.inf).to(bias.dtype)
         threshold = torch.where(slope > 0, -bias / slope, always)
         if self.threshold_kind == "f1":
@@ -109,12 +110,12 @@ class ZLPRCalibrator(torch.nn.Module):
         self._check_classes(scores)
         dtype = accumulation_dtype(scores.dtype)
         slope, bias = self.slope.to(dtype), self.bias.to(dtype)
-        # A slope of 0 makes nothing of an infinite score.
+        # 0 times an infinite score would be NaN.
         scaled = torch.where(slope == 0, 0.0, slope * scores.to(dtype))
         return torch.sigmoid(scaled + bias).to(scores.dtype)
 
     def predict(self, scores: Tensor) -> Tensor:
-        """Which labels there are: bool of the shape of ``scores``."""
+        """The predicted labels, bool of the shape of ``scores``."""
         self._check_classes(scores)
         return scores.double() > self.threshold.double()
 
@@ -134,7 +135,7 @@ class ZLPRCalibrator(torch.nn.Module):
 
 
 def _at_best_f1(columns: Columns, fallback: Tensor) -> Tensor:
-    """The threshold on scores with the best F1, of each class or of all together."""
+    """The threshold on scores with the best F1, for each class or over all classes."""
     found = fallback.clone()
     if len(fallback) == 1:
         every = [(x.reshape(-1), y.reshape(-1), w.reshape(-1)) for _, x, y, w in columns()]
@@ -153,7 +154,7 @@ def _cut(scores: Tensor, labels: Tensor, counts: Tensor, fallback: Tensor) -> Te
     taken = counts.gather(0, order).cumsum(0)
     below = torch.cat([ranked[1:], torch.full_like(ranked[:1], -math.inf)])
     f1 = 2.0 * hits / (taken + hits[-1]).clamp(min=1.0)
-    # Between equal scores no threshold can cut.
+    # No threshold can separate equal scores.
     best, place = torch.where(ranked > below, f1, -1.0).max(0)
     at, under = (each.gather(0, place.unsqueeze(0)).squeeze(0) for each in (ranked, below))
     halfway = torch.where(under > -math.inf, (at + under) / 2.0, at - 1.0)
@@ -161,23 +162,23 @@ def _cut(scores: Tensor, labels: Tensor, counts: Tensor, fallback: Tensor) -> Te
 
 
 def _check_values(scores: Tensor, target: Tensor, mask: Tensor | None) -> None:
-    """Fitting waits for the device anyway."""
+    """Checks values. This needs a host sync, as fitting does anyway."""
     counted = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
     if bool((scores.isnan() & counted).any()):
-        raise ValueError("scores: expected numbers, got NaN; leave such scores out by mask=")
+        raise ValueError("scores: expected no NaN, got some; exclude them with mask=")
     if bool(((target != 0) & (target != 1) & counted).any()):
-        raise ValueError("target: expected observed labels, 0 or 1, got others; a calibrator is "
-                         "fitted on what was the case")  # fmt: skip
+        raise ValueError("target: expected labels 0 or 1, got other values; a calibrator cannot be "
+                         "fitted to soft labels")  # fmt: skip
     if not bool((scores.isfinite() & counted).any()):
-        raise ValueError("scores: expected at least one finite score that counts, got none")
+        raise ValueError("scores: expected at least one finite, unmasked score, got none")
 
 
 def _columns(
     scores: Tensor, target: Tensor, mask: Tensor | None, unit: Tensor | None = None
 ) -> Columns:
-    """Some classes at a time in float64: where, scores, labels, and what counts as 0 or 1.
+    """Chunks of classes in float64: slice of the classes, scores, labels, and 0/1 weights.
 
-    Scores are in multiples of ``unit``, where it is given.
+    The weight of masked and infinite scores is 0. Scores are divided by ``unit`` if it is given.
     """
     n_rows, n = scores.shape
     step = max(1, _WIDENED // max(1, n_rows))
@@ -197,9 +198,9 @@ def _columns(
 
 
 def _typical_size(columns: Columns, device: torch.device) -> Tensor:
-    """The mean of the sizes of scores; 1 where all are 0.
+    """The mean absolute score; 1 if all are 0.
 
-    In this unit a fit takes the same steps for scores of any scale, and is drawn as strongly.
+    Dividing by it makes the fit and its regularisation independent of the scale of the scores.
     """
     total, number = torch.zeros(2, dtype=torch.float64, device=device)
     for _, x, _, counts in columns():
@@ -209,7 +210,7 @@ def _typical_size(columns: Columns, device: torch.device) -> Tensor:
 
 
 def _fit_shared(columns: Columns, device: torch.device) -> Tensor:
-    """One curve for all classes, with Platt's targets: counts of one more right and one wrong."""
+    """One curve for all classes, with Platt's targets (one positive and one negative are added)."""
     ones = torch.zeros((), dtype=torch.float64, device=device)
     zeros = ones.clone()
     for _, _, labels, counts in columns():
@@ -226,9 +227,9 @@ def _fit_shared(columns: Columns, device: torch.device) -> Tensor:
 
 
 def _minimise(columns: Columns, start: Tensor, *, shared: bool, strength: float) -> Tensor:
-    """Slopes and biases, ``(2, n)``, by Newton's method with halved steps.
+    """Slopes and biases, ``(2, n)``, by Newton's method with step halving.
 
-    Slopes that came out below 0 are put at 0, and the rest is found once more.
+    Negative slopes are fixed at 0, and the fit is repeated.
     """
     free = torch.ones_like(start[0], dtype=torch.bool)
     found = _newton(columns, start, start, free, shared, strength)
@@ -251,7 +252,7 @@ def _newton(
         if not step.numel() or float(step.abs().max()) < 1e-10:
             break
         size = torch.ones_like(value)
-        # Half as far for those classes that would not get better, until all do or stay.
+        # Steps are halved for classes whose value would increase, up to 40 times.
         for _ in range(40):
             trial = now - size * step
             tried = _expand(columns, trial, around, free, shared, strength)
@@ -273,7 +274,7 @@ def _newton(
 def _expand(
     columns: Columns, now: Tensor, around: Tensor, free: Tensor, shared: bool, strength: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The negative log-likelihood with its ridge, its gradient and its Hessian."""
+    """The negative log-likelihood with its L2 regularisation, its gradient and its Hessian."""
     sums = now.new_zeros(6, now.shape[1])
     for part, x, labels, counts in columns():
         here = slice(None) if shared else part
@@ -290,6 +291,6 @@ def _expand(
     value = value + 0.5 * strength * (apart * apart).sum(0)
     ga, gb = ga + strength * apart[0], gb + strength * apart[1]
     aa, bb = aa + strength, bb + strength
-    # A slope that is held has no part.
+    # Fixed slopes do not take part.
     ga, ab, aa = torch.where(free, ga, 0.0), torch.where(free, ab, 0.0), torch.where(free, aa, 1.0)
     return value, torch.stack([ga, gb]), torch.stack([aa, ab, bb])

@@ -1,4 +1,4 @@
-"""InfoNCE: the right key among all keys of the batch, for each query."""
+"""InfoNCE: a contrastive loss of matching pairs, with the other keys of the batch as negatives."""
 
 import math
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from lastlayer.fused.similarity import (
 
 GroupsOrPair = Tensor | tuple[Tensor, Tensor]
 SAME_GROUP = ("ignore", "positive")
-# Ranks that no query and no key has: a query whose group no key is in, and a key without a group.
+# Ranks that match nothing: of a query whose group has no keys, and of a key without a group.
 _UNMATCHED, _WITHOUT = -1, -2
 
 
@@ -53,66 +53,69 @@ def info_nce(
     reduction: str = "mean",
     chunk_rows: int | str = "auto",
 ) -> Tensor:
-    r"""Cross entropy of each query against its own key, with the other keys as negatives.
+    r"""InfoNCE: cross entropy of finding the key of each query among all keys of the batch.
 
     .. math:: L_i = \log \sum_{j \in A_i} e^{s_{ij}} - \frac{1}{|P_i|} \sum_{j \in P_i} s_{ij}
               - \log |P_i|, \qquad s_{ij} = \langle \hat q_i, \hat k_j \rangle / T
 
-    Without groups the positives :math:`P_i` are the own key alone and :math:`A_i` all keys. A pair
-    that is in the batch twice is then a negative of itself, and no encoder gets below log 2. With
-    ``groups``, other keys and negatives of the query's group are false negatives and are left out
-    of :math:`A_i`; with ``same_group="positive"`` they are positives instead. The loss is then the
-    divergence of the probabilities from the uniform distribution over the positives: its gradient
-    is that of SupCon's average outside the logarithm, and a perfect encoder reaches 0 however many
-    positives there are.
+    Without groups the only positive of a query, :math:`P_i`, is its own key, and :math:`A_i` are
+    all keys. If the batch has a pair twice, each copy is then a negative of the other, and no
+    encoder gets below log 2. With ``groups``, other keys and negatives of the query's group are
+    false negatives and are left out of :math:`A_i`; with ``same_group="positive"`` they are
+    positives instead. The loss is then the divergence of the probabilities from the uniform
+    distribution over the positives: its gradient is that of SupCon with the mean outside the
+    logarithm, and its minimum is 0 for any number of positives.
 
-    ``symmetric`` is the mean of this and of the same with queries and keys exchanged. Negatives are
-    keys only: they are not in the sum over queries.
+    ``symmetric`` is the mean of this loss and the same with queries and keys exchanged. Negatives
+    are additional keys only: they are not in the sum over queries.
 
-    Similarities are held for some queries at a time, in the forward and in the backward pass; one
-    pass gives the normalisers of queries and keys. Products of unit vectors in half precision are
-    made in float16, also for bfloat16, whose fewer bits are felt at low temperatures.
+    The matrix of similarities is never stored: it is computed in chunks of queries, in forward and
+    in backward. One pass computes the normalisers of queries and keys. On a GPU products of
+    half-precision unit vectors are computed in float16, even for bfloat16 inputs, whose lower
+    precision matters at low temperatures.
 
-    Across processes, ``gather=True`` takes the keys of all of them. Each computes its own queries'
-    part; gradients go back to the process that a key came from. Once averaged, as
-    DistributedDataParallel does, gradients of encoders and of the temperature are those of one
-    process with the whole batch, and so is the loss that "mean" and "sum" return.
+    With several processes, ``gather=True`` compares each query with the keys of all processes. Each
+    process computes the loss of its own queries; gradients go back to the process that a key came
+    from. Averaged over processes, as DistributedDataParallel does, gradients of encoders and of the
+    temperature are those of one process with the whole batch. The loss returned with "mean" and
+    "sum" is that of the whole batch, too.
 
-    Cost: 2nmd operations forward and 6nmd backward, less for the last queries, whose similarities
-    are kept, and memory that grows with n + m. One-way losses that are reduced take 6nmd in all,
-    since the forward pass makes the gradients; so do symmetric ones of pairs alone whose
-    similarities can all be held. Negatives of each query's own make an exception.
+    Cost: 2nmd operations in forward and 6nmd in backward (less for the last chunk of queries, whose
+    similarities are kept), and memory proportional to n + m. With "mean" and "sum" a one-way loss
+    takes 6nmd in total, since the forward pass computes the gradients; so does a symmetric loss
+    without negatives, groups and ``gather`` if all similarities fit in one chunk. With negatives
+    ``(n, m, d)`` or ``in_batch=False`` this does not apply.
 
     Args:
         query: ``(n, d)``.
         key: ``(n, d)``: key i belongs to query i.
-        negatives: further keys, ``(m, d)`` for all queries, or ``(n, m, d)``, m for each.
-        temperature: T, a number, or a tensor without dimensions that may be learned.
-        symmetric: keys look for their query too.
-        in_batch: whether the keys of other queries are negatives; without them ``negatives`` are
-            needed.
-        groups: integers ``(n,)``, the same for pairs that belong together; or one such tensor for
-            queries and one for keys. An own key is always a positive.
-        negative_groups: groups of the negatives, ``(m,)`` or ``(n, m)``; without them negatives are
-            in no group, and none is left out.
-        same_group: what keys and negatives of the query's group are, its own key aside: "ignore"
-            leaves them out, "positive" makes them positives.
-        normalize: similarities are cosines; else products. A vector of zeros stays one and gets no
-            gradient.
-        gather: False; True takes keys, groups and negatives of all processes, whose batches may
-            differ in size, and waits for the sizes; "even" promises batches of one size, and
-            negatives of one size, and does not wait.
-        gather_negatives: False where all processes have the same negatives, as from a
-            :class:`lastlayer.NegativeQueue` that was given the keys of all.
-        process_group: of ``torch.distributed``; by default that of all processes.
-        reduction: "mean" over queries, "sum" or "none". Across processes "none" gives the losses of
-            this process's queries; of what each makes of them gradients are to be summed, not
-            averaged.
-        chunk_rows: queries whose similarities are held at a time, "auto", or "low", which holds
-            fewer, and none from forward to backward.
+        negatives: additional keys: ``(m, d)`` for all queries, or ``(n, m, d)``, m per query.
+        temperature: T, a number, or a 0-dimensional tensor, which may need a gradient.
+        symmetric: whether to also find the query of each key.
+        in_batch: whether the keys of other queries are negatives; if not, ``negatives`` are
+            required.
+        groups: integers ``(n,)``, equal for pairs that belong together; or a pair of such tensors,
+            for queries and for keys. The own key of a query is always a positive.
+        negative_groups: groups of the negatives, ``(m,)`` or ``(n, m)``; by default negatives have
+            no group, and none is left out.
+        same_group: the role of other keys and negatives in the query's group: "ignore" leaves them
+            out, "positive" makes them positives.
+        normalize: whether similarities are cosines; if not, they are dot products. A vector of
+            zeros stays zero and gets no gradient.
+        gather: whether to use keys, groups and negatives of all processes. With True their batch
+            sizes may differ, and are exchanged first; "even" promises that all processes have equal
+            batch sizes and equally many negatives, which saves the exchange.
+        gather_negatives: set to False if all processes have the same negatives, for example from a
+            :class:`lastlayer.NegativeQueue` with the keys of all processes.
+        process_group: group of ``torch.distributed``; by default all processes.
+        reduction: "mean" over queries, "sum" or "none". With several processes "none" gives the
+            losses of this process's queries; gradients of a loss computed from these must be summed
+            over processes, not averaged.
+        chunk_rows: number of queries per chunk, "auto", or "low", which takes smaller chunks and
+            keeps none for backward.
 
     Returns:
-        The loss in float32, or in float64 from float64.
+        The loss in float32, or in float64 from float64 vectors.
 
     Example:
         >>> import torch
@@ -163,12 +166,12 @@ def info_nce(
         total = _losses(batch, compared, of).sum() * factor
     if of is None:
         return total
-    # The loss of all processes, whose gradients here are right once they are averaged.
+    # The loss of all processes, with gradients that are right once averaged over processes.
     return total + (summed(total, of.group) / of.processes - total.detach())
 
 
 class _Batch(NamedTuple):
-    """What the user gave, checked."""
+    """Checked arguments of :func:`info_nce`."""
 
     query: Tensor
     key: Tensor
@@ -184,13 +187,13 @@ class _Batch(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """What all queries are compared with; None where each has negatives of its own alone."""
+    """Pairs of the queries and the keys shared by all queries; None if there are no such keys."""
 
     pairs: Pairs | None
     first: int
-    """The column of the first own key."""
+    """The column of the first query's own key."""
     number: Tensor | None
-    """How many positives each query has; None: the own key alone."""
+    """Number of positives of each query; None if it is its own key only."""
 
 
 def _compared(batch: _Batch, of: Shares | None, gather_negatives: bool) -> _Compared:
@@ -219,7 +222,7 @@ def _compared(batch: _Batch, of: Shares | None, gather_negatives: bool) -> _Comp
 def _matches(
     batch: _Batch, key_groups: Tensor | None, shared: Tensor | None, shared_groups: Tensor | None
 ) -> tuple[Groups | None, Tensor | None]:
-    """Groups for the kernel, and how many positives each query has among what is compared."""
+    """Groups for the kernel, and the number of positives of each query, None without any."""
     if batch.groups is None or key_groups is None:
         return None, None
     query_groups, own_groups = batch.groups
@@ -236,13 +239,13 @@ def _matches(
         groups = Groups(query_ranks, key_ranks, batch.positive)
     if not batch.positive:
         return groups, None
-    # The own key counts once, whether it is in the query's group or not.
+    # The own key counts once, even if it is not in the query's group.
     own = query_groups != own_groups if batch.in_batch else torch.ones_like(counts)
     return groups, counts + own
 
 
 def _ranks(query_groups: Tensor, key_groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int32 ranks, equal where groups are, and how many keys each query matches; no host sync."""
+    """int32 ranks, equal for equal groups, and how many keys match each query; no host sync."""
     query_groups, key_groups = query_groups.long(), key_groups.long()
     in_order = key_groups.sort().values
     since = torch.searchsorted(in_order, query_groups)
@@ -252,10 +255,10 @@ def _ranks(query_groups: Tensor, key_groups: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _in_one_pass(batch: _Batch, compared: _Compared, of: Shares | None) -> bool:
-    """Whether the sum of losses is :func:`total_loss`, which makes gradients in the forward pass.
+    """Whether :func:`total_loss` can be used, which computes gradients in the forward pass.
 
-    With losses of keys only where all that a key is compared with is held at a time; further
-    negatives and groups, which they see otherwise than queries do, take two passes.
+    A symmetric loss needs all similarities of a key in one chunk. It takes two passes with
+    negatives and groups, which are treated differently for keys than for queries.
     """
     if compared.pairs is None or not batch.in_batch:
         return False
@@ -294,7 +297,7 @@ def _own_scores(batch: _Batch) -> Tensor:
 def _with_own_negatives(
     batch: _Batch, lse: Tensor, pulled: Tensor, number: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Adds the negatives that each query has for itself: where they fit, so do their scores."""
+    """Adds negatives ``(n, m, d)``. Their scores take less memory than they do, and are stored."""
     negatives = batch.negatives
     if negatives is None or negatives.shape[1] == 0:
         return lse, pulled, number
@@ -312,13 +315,13 @@ def _with_own_negatives(
 def _of_keys(
     found: Similarities, own: Tensor, batch: _Batch, of: Shares | None, mine: slice
 ) -> Tensor:
-    """The loss of each key of this process, over the queries of all."""
+    """The loss of each key of this process, over the queries of all processes."""
     in_groups = batch.positive and batch.groups is not None
     known = [found.column_lse, *([found.column_positive] if in_groups else [])]
     if of is None:
         lse, *pulled = (each[mine] for each in known)
     else:
-        # Every process has seen its own queries; the rest of a key's sum is elsewhere.
+        # Each process has the sums over its own queries only.
         one_each = of._replace(counts=(1,) * of.processes)
         parts = torch.stack([each[: of.total] for each in known]).unsqueeze(0)
         parts = gathered(parts, one_each)[:, :, mine]
@@ -340,7 +343,7 @@ def _loss(lse: Tensor, pulled: Tensor, number: Tensor | None) -> Tensor:
 
 
 def _pair_scores(query: Tensor, key: Tensor, normalize: bool) -> Tensor:
-    """Products of pairs over the last dimension, in float32 or float64."""
+    """Dot products over the last dimension, in float32 or float64."""
     wide = accumulation_dtype(query.dtype)
     query, key = query.to(wide), key.to(wide)
     if normalize:
@@ -349,7 +352,7 @@ def _pair_scores(query: Tensor, key: Tensor, normalize: bool) -> Tensor:
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
-    """Over the last dimension; where all is masked -inf with a gradient of 0 instead of NaN."""
+    """Over the last dimension; a fully masked row gives -inf, with gradient 0 instead of NaN."""
     peak = scores.detach().amax(-1, keepdim=True)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     total = torch.exp(scores - peak).sum(-1)
@@ -359,7 +362,7 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def _check_temperature(temperature: Any) -> None:
-    """A number above 0, or a floating tensor of one such number without dimensions."""
+    """Checks for a number above 0, or a 0-dimensional floating tensor of one."""
     if isinstance(temperature, Tensor):
         if not temperature.is_floating_point():
             raise TypeError(
@@ -367,7 +370,7 @@ def _check_temperature(temperature: Any) -> None:
             )
         if temperature.dim():
             raise ValueError(
-                "temperature: expected a tensor without dimensions, one number for all pairs, got "
+                "temperature: expected a 0-dimensional tensor, one number for all pairs, got "
                 f"shape {tuple(temperature.shape)}"
             )
         if not values_are_checked(temperature):
@@ -377,7 +380,7 @@ def _check_temperature(temperature: Any) -> None:
 
 
 def _check_vectors(query: Any, key: Any, negatives: Any, symmetric: bool, in_batch: bool) -> None:
-    """Queries and keys of one shape, negatives ``(m, d)`` for all queries or ``(n, m, d)``."""
+    """Checks queries and keys of equal shape, and negatives ``(m, d)`` or ``(n, m, d)``."""
     check_scores(query, name="query")
     if query.dim() != 2:
         raise ValueError(f"query: expected shape (n, d), got {tuple(query.shape)}")
@@ -385,18 +388,18 @@ def _check_vectors(query: Any, key: Any, negatives: Any, symmetric: bool, in_bat
     if key.shape != query.shape:
         raise ValueError(
             f"key: expected the shape of query, {tuple(query.shape)}, key i for query i, got "
-            f"{tuple(key.shape)}; further keys are negatives"
+            f"{tuple(key.shape)}; give additional keys as negatives"
         )
     if symmetric and not in_batch:
         raise ValueError(
-            "symmetric: expected False where in_batch is False, got True; keys have no queries "
-            "but their own"
+            "symmetric: expected False with in_batch=False, got True; a key would be compared with "
+            "no other query"
         )
     if negatives is None:
         if not in_batch:
             raise ValueError(
-                "negatives: expected some where in_batch is False, got None; there would be "
-                "nothing to compare the own key with"
+                "negatives: expected a tensor with in_batch=False, got None; the key of a query "
+                "would have no other keys to be compared with"
             )
         return
     _check_like("negatives", negatives, query)
@@ -404,8 +407,8 @@ def _check_vectors(query: Any, key: Any, negatives: Any, symmetric: bool, in_bat
     fits = negatives.dim() in (2, 3) and negatives.shape[-1] == d
     if not fits or (negatives.dim() == 3 and negatives.shape[0] != n):
         raise ValueError(
-            f"negatives: expected shape (m, {d}), the same for all queries, or ({n}, m, {d}), own "
-            f"ones for each, got {tuple(negatives.shape)}"
+            f"negatives: expected shape (m, {d}), shared by all queries, or ({n}, m, {d}), m per "
+            f"query, got {tuple(negatives.shape)}"
         )
 
 
@@ -416,7 +419,7 @@ def _check_like(name: str, vectors: Any, query: Tensor) -> None:
 
 
 def _pair(groups: Any, query: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Groups of queries and of keys."""
+    """Groups of queries and of keys, checked."""
     if groups is None:
         return None
     rows = query.shape[:1]
@@ -425,7 +428,7 @@ def _pair(groups: Any, query: Tensor) -> tuple[Tensor, Tensor] | None:
         return groups, groups
     if len(groups) != 2:
         raise ValueError(
-            f"groups: expected a tensor, or one for queries and one for keys, got {len(groups)}"
+            f"groups: expected a tensor, or two (for queries and for keys), got {len(groups)}"
         )
     check_groups("groups[0]", groups[0], rows, query, "query")
     check_groups("groups[1]", groups[1], rows, query, "key")
@@ -437,15 +440,13 @@ def _check_negative_groups(
 ) -> None:
     for name, other in (("negatives", negatives), ("groups", pair)):
         if other is None:
-            raise ValueError(
-                f"negative_groups: expected None without {name}, got groups of negatives"
-            )
+            raise ValueError(f"negative_groups: expected None without {name}, got a tensor")
     shape = negatives.shape[:-1]  # type: ignore[union-attr]
     check_groups("negative_groups", negative_groups, shape, query, "negative")
 
 
 def check_groups(name: str, groups: Any, shape: torch.Size, like: Tensor, each: str) -> None:
-    """Integers of a shape on the device of ``like``."""
+    """Checks for integers of the given shape, on the device of ``like``."""
     check_tensor(name, groups)
     if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
         raise TypeError(f"{name}: expected an integer tensor, got {groups.dtype}")
@@ -460,17 +461,17 @@ def check_groups(name: str, groups: Any, shape: torch.Size, like: Tensor, each: 
 class InfoNCELoss(torch.nn.Module):
     r""":func:`info_nce` as a module, with a temperature that can be learned.
 
-    What is learned is ``log_scale`` = log(1/T), so that the temperature stays above 0 and a step of
-    an optimiser changes it by a factor. Before each pass in training it is put back into its
-    bounds, where it keeps its gradient: a clamp inside the loss would leave a scale that is beyond
-    it without one.
+    The parameter is ``log_scale`` = log(1/T), so that T stays above 0 and an optimiser step changes
+    it by a factor. In training mode the parameter is clamped to ``max_scale`` before each forward
+    pass. A clamp inside the loss would instead leave a parameter beyond the bound without a
+    gradient.
 
     Args:
-        temperature: T, or where it starts.
-        learn_temperature: makes ``log_scale`` a parameter.
-        max_scale: the largest 1/T, 100 as in CLIP, or None for any; only where T is learned.
-        options: as :func:`info_nce` has them: symmetric, in_batch, same_group, normalize, gather,
-            gather_negatives, process_group, reduction, chunk_rows.
+        temperature: T, or its initial value if it is learned.
+        learn_temperature: whether ``log_scale`` is a parameter.
+        max_scale: the largest 1/T, 100 as in CLIP, or None for no limit; only for a learned T.
+        options: other options of :func:`info_nce`: symmetric, in_batch, same_group, normalize,
+            gather, gather_negatives, process_group, reduction, chunk_rows.
 
     Example:
         >>> import torch
@@ -494,7 +495,8 @@ class InfoNCELoss(torch.nn.Module):
         super().__init__()
         if isinstance(temperature, Tensor):
             raise TypeError(
-                "temperature: expected a number, got a tensor; learn_temperature=True learns it"
+                "temperature: expected a number, got a tensor; use learn_temperature=True to learn "
+                "the temperature"
             )
         _check_temperature(temperature)
         _check_options(options)
@@ -503,7 +505,7 @@ class InfoNCELoss(torch.nn.Module):
         if learn_temperature and max_scale is not None and 1.0 / temperature > max_scale * 1.000001:
             raise ValueError(
                 f"temperature: expected at least 1/max_scale = {1.0 / max_scale:.6g}, got "
-                f"{temperature}; raise max_scale, or give None"
+                f"{temperature}; raise max_scale or set it to None"
             )
         self.learn_temperature, self.max_scale, self.options = learn_temperature, max_scale, options
         log_scale = torch.tensor(-math.log(temperature))
@@ -514,7 +516,7 @@ class InfoNCELoss(torch.nn.Module):
 
     @property
     def temperature(self) -> float:
-        """T as it is now; reading it waits for the device."""
+        """The current T; reading it is a host sync."""
         return math.exp(-float(self.log_scale.detach()))
 
     def forward(
@@ -541,7 +543,6 @@ class InfoNCELoss(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What it was made with."""
         shown = [f"learn_temperature={self.learn_temperature}", f"max_scale={self.max_scale}"]
         return ", ".join(shown + [f"{name}={value!r}" for name, value in self.options.items()])
 

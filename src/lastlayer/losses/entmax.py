@@ -1,8 +1,8 @@
 """The losses of sparsemax, entmax and top-k softmax.
 
-One engine makes the losses and their gradients, that of a learned alpha included. Targets with a
-gradient, empty rows and transforms of ``torch.func`` take the torch operations of
-:mod:`lastlayer.losses.fenchel_young`.
+One engine computes the losses and their gradients, including that of a learned alpha. Targets that
+need a gradient, rows without classes and transforms of ``torch.func`` go through the torch
+operations of :mod:`lastlayer.losses.fenchel_young`.
 """
 
 import math
@@ -36,7 +36,7 @@ from lastlayer.maps.entmax import entmax
 from lastlayer.maps.topk import topk_softmax
 from lastlayer.maps.tsallis import tsallis_entropy, tsallis_entropy_alpha_slope
 
-# Scores in half precision that are widened at a time.
+# Maximum number of half-precision scores per chunk that is converted to float32.
 _WIDENED = 1 << 24
 
 
@@ -48,24 +48,24 @@ def sparsemax_loss(
     ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""The Fenchel-Young loss of :func:`lastlayer.sparsemax`: ``entmax_loss`` at alpha = 2.
+    r"""The Fenchel-Young loss of :func:`lastlayer.sparsemax`, which is ``entmax_loss`` at alpha 2.
 
     .. math:: L(\theta, y) = \tfrac12 \|\theta - y\|^2
               - \tfrac12 \|\theta - \mathrm{sparsemax}(\theta)\|^2
 
-    It is zero once the right class leads all others by a margin of 1. For two classes it is the
-    Huber classification loss. For a multi-label target give the uniform distribution over the
+    It is zero once the target class leads all others by a margin of 1. For two classes it is the
+    Huber classification loss. For several labels per row pass the uniform distribution over the
     positives.
 
     Cost: on CUDA scores are read once in forward (twice for distributions) and once in backward,
-    which writes the gradient; nothing of their size is held in between. On a CPU forward makes the
-    gradient too, and holds it.
+    which writes the gradient; nothing of their size is stored in between. On a CPU the forward pass
+    also computes the gradient, and stores it.
 
     Args:
-        scores: ``(*batch, n)``; -inf is a legal mask.
+        scores: ``(*batch, n)``; -inf masks a class out.
         target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
-        class_weight: one weight per class, ``(n,)``, as in torch's cross entropy.
-        ignore_index: rows with this class id are left out; None where all count.
+        class_weight: one weight per class, ``(n,)``, as in ``torch.nn.functional.cross_entropy``.
+        ignore_index: rows with this class id are ignored; None if every row counts.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
 
     Returns:
@@ -103,21 +103,21 @@ def entmax_loss(
               \quad p = \mathrm{entmax}_\alpha(\theta),
               \quad H_\alpha(p) = \tfrac{1}{\alpha(\alpha-1)} \textstyle\sum_i (p_i - p_i^\alpha)
 
-    alpha = 1 is the cross entropy (minus the entropy of a soft target). Above 1 it is zero once
-    the right class leads by 1/(alpha - 1), so easy examples stop pulling.
+    alpha = 1 is the cross entropy (minus the entropy of a soft target). Above 1 the loss is zero
+    once the target class leads by 1/(alpha - 1), so that easy examples have no gradient.
 
-    Choose it with the map at the same alpha. With a learnable alpha the loss has the right
-    gradient for it, at first and second order.
+    Choose it to train a model that predicts with :func:`lastlayer.entmax` at the same alpha. A
+    learnable alpha gets exact gradients, at first and second order.
 
-    Cost: that of :func:`lastlayer.sparsemax_loss`; an alpha other than 1.5 and 2 takes an exp and a
-    log per score that may have probability besides, and so does one that is learned.
+    Cost: that of :func:`lastlayer.sparsemax_loss`. A learned alpha, and any alpha other than 1.5
+    and 2, also takes an exp and a log per score that may be in the support.
 
     Args:
-        scores: ``(*batch, n)``; -inf is a legal mask.
+        scores: ``(*batch, n)``; -inf masks a class out.
         target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
         alpha: a number of at least 1, or a floating tensor that broadcasts to ``(*batch, 1)``.
-        class_weight: one weight per class, ``(n,)``, as in torch's cross entropy.
-        ignore_index: rows with this class id are left out; None where all count.
+        class_weight: one weight per class, ``(n,)``, as in ``torch.nn.functional.cross_entropy``.
+        ignore_index: rows with this class id are ignored; None if every row counts.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
 
     Returns:
@@ -158,23 +158,23 @@ def topk_softmax_loss(
     .. math:: L(\theta, y) = \log \sum_{j \in \Omega_k} e^{\theta_j} - \theta_y
 
     where :math:`\Omega_k` holds the k largest scores: the cross entropy with a normaliser over
-    these alone. A target outside the k largest is still pulled up, with gradient -1. It is never
-    negative for class ids. For a target distribution it adds minus its Shannon entropy, a constant;
-    a distribution over more than k classes cannot be met by any k of them, and the loss may then be
-    negative, with the right gradient.
+    these only. A target outside the k largest is still raised, with gradient -1. For class ids the
+    loss is never negative. For a target distribution its Shannon entropy, a constant, is
+    subtracted; a distribution over more than k classes cannot be matched by any k of them, and the
+    loss may then be negative, but its gradient is exact.
 
-    Choose it to train the model that :func:`lastlayer.topk_softmax` will serve, or as a loss that
-    stops pushing down classes that are already out of reach.
+    Choose it to train a model that predicts with :func:`lastlayer.topk_softmax`, or as a loss that
+    gives no gradient to classes that are already ranked below k.
 
-    Cost: one forward of the map, O(n) per row, which also makes the gradient; that is held until
-    backward. Distributions take a pass more.
+    Cost: one forward of the map, O(n) per row, which also computes the gradient; it is stored until
+    backward. Distributions take one more pass.
 
     Args:
-        scores: ``(*batch, n)``; -inf is a legal mask.
+        scores: ``(*batch, n)``; -inf masks a class out.
         target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
-        k: how many classes the normaliser sums, at least 1; n or more is the cross entropy.
-        class_weight: one weight per class, ``(n,)``, as in torch's cross entropy.
-        ignore_index: rows with this class id are left out; None where all count.
+        k: number of classes in the normaliser, at least 1; n or more is the cross entropy.
+        class_weight: one weight per class, ``(n,)``, as in ``torch.nn.functional.cross_entropy``.
+        ignore_index: rows with this class id are ignored; None if every row counts.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
 
     Returns:
@@ -201,9 +201,9 @@ def _loss(
     ignore_index: int | None,
     reduction: str,
 ) -> Tensor:
-    """The loss of entmax, or of softmax over the k largest scores where k is not 0.
+    """The loss of entmax, or of softmax over the k largest scores if k is not 0.
 
-    ``alpha`` counts where ``row_alpha``, one for each row, is None.
+    ``row_alpha`` has one alpha per row; ``alpha`` is used if it is None.
     """
     target, by_class, ignore_index = check_loss(
         scores, target, class_weight, ignore_index, reduction
@@ -229,7 +229,7 @@ def _loss(
 
 
 def label_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """The sparsemax loss against the distribution in proportion to labels; checked arguments."""
+    """Sparsemax loss against the distribution proportional to ``labels``; arguments are checked."""
     return fused_loss(_ENGINE, (scores, None, labels, None), (2.0, 0, None, True), reduction)[0]
 
 
@@ -242,8 +242,8 @@ def _map(rows: Tensor, alpha: float, row_alpha: Tensor | None, k: int) -> Tensor
 class _ScoreLoss(Engine):
     """Operands: scores ``(*batch, n)``; alphas ``(*batch)``; ids or distributions; class weights.
 
-    Triton's kernels leave a few numbers per row, from which backward makes the gradient. Elsewhere
-    the gradient is made with the loss, and held also where the loss is not reduced.
+    The Triton kernels return a few numbers per row, from which backward computes the gradient.
+    Otherwise forward computes the gradient, and stores it even with ``reduction="none"``.
     """
 
     name = "score_loss"
@@ -256,10 +256,10 @@ class _ScoreLoss(Engine):
         (scores, alphas, target, class_weight), options, reduction, wanted, _ = call
         alpha, k, ignore_index, labels = options
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
-        rows, row_alpha, wish = _as_rows(scores, alphas, target)
+        rows, row_alpha, row_target = _as_rows(scores, alphas, target)
         if _leaves_statistics(scores, k):
             loss, *pieces = kernels.score_loss.forward(
-                "auto", rows, wish, class_weight, ignore_index, alpha, row_alpha, labels,
+                "auto", rows, row_target, class_weight, ignore_index, alpha, row_alpha, labels,
                 reduction == "mean",
             )  # fmt: skip
             if reduction == "sum":
@@ -267,7 +267,7 @@ class _ScoreLoss(Engine):
             elif reduction == "none" and len(batch) != 1:
                 loss = loss.view(batch)
             return Result(loss, pieces if any(wanted) else (None, None))
-        wish, weight = _row_weight(wish, class_weight, ignore_index, labels, dtype)
+        row_target, weight = _row_weight(row_target, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, rows.shape[0])
         factors = size = slopes = None
         if any(wanted):
@@ -275,12 +275,12 @@ class _ScoreLoss(Engine):
         if row_alpha is not None:
             slopes = rows.new_empty(rows.shape[0], dtype=dtype)
         order = alpha, row_alpha, slopes, k
-        if k and not wish.is_floating_point() and _is_by_triton("topk_softmax_loss", scores):
-            losses, gradient = kernels.topk_softmax.loss("auto", rows, wish, factors, k)
+        if k and not row_target.is_floating_point() and _uses_triton("topk_softmax_loss", scores):
+            losses, gradient = kernels.topk_softmax.loss("auto", rows, row_target, factors, k)
         elif rows.dtype == dtype:
-            losses, gradient = _rows(rows, wish, factors, *order)
+            losses, gradient = _rows(rows, row_target, factors, *order)
         else:
-            losses, gradient = _widened_rows(rows, wish, factors, *order)
+            losses, gradient = _widened_rows(rows, row_target, factors, *order)
         loss = scale.reduce(losses, reduction)
         if reduction == "none" and len(batch) != 1:
             loss = loss.reshape(batch)
@@ -289,10 +289,12 @@ class _ScoreLoss(Engine):
         if slopes is not None:
             slopes = torch.where(factors == 0, 0.0, slopes * factors)
         found = gradient, slopes
-        made = [each if wants else None for each, wants in zip(found, wanted, strict=True)]
+        pieces = [each if wants else None for each, wants in zip(found, wanted, strict=True)]
         if len(batch) != 1:
-            made = [None if each is None else each.view(*batch, *each.shape[1:]) for each in made]
-        return Result(loss, made, (), size)
+            pieces = [
+                None if each is None else each.view(*batch, *each.shape[1:]) for each in pieces
+            ]
+        return Result(loss, pieces, (), size)
 
     def fake(self, call: Call) -> Result:
         scores = call.operands[0]
@@ -308,7 +310,7 @@ class _ScoreLoss(Engine):
     ) -> Grads:
         (scores, alphas, target, _), (alpha, k, _, labels), _, wanted, _ = call
         if _leaves_statistics(scores, k):
-            rows, row_alpha, wish = _as_rows(scores, alphas, target)
+            rows, row_alpha, row_target = _as_rows(scores, alphas, target)
             stats, chosen = pieces
             if factor is None:
                 factor = stats.new_ones(())
@@ -317,7 +319,7 @@ class _ScoreLoss(Engine):
             gradient = slopes = None
             if wanted[0]:
                 gradient = kernels.score_loss.backward(
-                    "auto", rows, wish, stats, chosen, factor, alpha, row_alpha, labels
+                    "auto", rows, row_target, stats, chosen, factor, alpha, row_alpha, labels
                 )
                 gradient = gradient if scores.dim() == 2 else gradient.view(scores.shape)
             if wanted[1]:
@@ -341,17 +343,17 @@ class _ScoreLoss(Engine):
         (scores, alphas, target, class_weight), options, reduction, wanted, _ = call
         alpha, k, ignore_index, labels = options
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
-        wish, weight = _row_weight(target, class_weight, ignore_index, labels, dtype)
+        row_target, weight = _row_weight(target, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, batch.numel())
         row = scale.factors(scores, batch.numel()).reshape(batch) * grad
         probs = _map(in_dtype(scores, dtype), alpha, alphas, k)
         slopes = None
         if wanted[1]:
             slopes = tsallis_entropy_alpha_slope(probs, alphas)
-            if wish.is_floating_point():
-                slopes = slopes - tsallis_entropy_alpha_slope(wish, alphas)
+            if row_target.is_floating_point():
+                slopes = slopes - tsallis_entropy_alpha_slope(row_target, alphas)
             slopes = torch.where(row == 0, 0.0, slopes * row)
-        return [score_gradient(probs, wish, row.unsqueeze(-1), probs.dtype), slopes]
+        return [score_gradient(probs, row_target, row.unsqueeze(-1), probs.dtype), slopes]
 
 
 _ENGINE = _ScoreLoss()
@@ -372,11 +374,11 @@ def _as_rows(
 
 
 def _leaves_statistics(scores: Tensor, k: int) -> bool:
-    """Whether backward makes the gradient from a few numbers per row."""
-    return not k and _is_by_triton("score_loss_forward", scores)
+    """Whether backward computes the gradient from a few numbers per row."""
+    return not k and _uses_triton("score_loss_forward", scores)
 
 
-def _is_by_triton(op: str, scores: Tensor) -> bool:
+def _uses_triton(op: str, scores: Tensor) -> bool:
     return kernels.selected(op, scores.device.type, scores.dtype) == "triton"
 
 
@@ -387,7 +389,7 @@ def _row_weight(
     labels: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Targets that are all class ids or distributions; each row's weight, None where all are 1."""
+    """Targets with ignored ids replaced, or distributions; row weights, or None if all are 1."""
     counted = None
     if labels:
         target = target.to(dtype)
@@ -412,9 +414,9 @@ def _rows(
     rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, row_alpha: Tensor | None,
     slopes: Tensor | None, k: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses, and the gradient of their sum by ``factors`` where these are given.
+    """Losses, and the gradient of their sum weighted by ``factors`` if these are given.
 
-    ``slopes`` gets the derivative of each by its own alpha.
+    ``slopes`` is filled with the derivative of each loss with respect to its alpha.
     """
     if k:
         probs = kernels.topk_softmax.forward("auto", rows, k)
@@ -428,10 +430,9 @@ def _widened_rows(
     rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, row_alpha: Tensor | None,
     slopes: Tensor | None, k: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """From half precision, some rows at a time in float32.
+    """:func:`_rows` for half precision, in chunks of rows that are converted to float32.
 
-    A probability that is rounded before 1 is subtracted from it has few digits left for the
-    gradient of a target that is nearly right.
+    Rounding a probability near 1 before 1 is subtracted would leave few digits of the gradient.
     """
     dtype = accumulation_dtype(rows.dtype)
     gradient, losses = torch.empty_like(rows), rows.new_empty(rows.shape[0], dtype=dtype)
@@ -441,14 +442,16 @@ def _widened_rows(
         scale, own, slope = (
             None if each is None else each[part] for each in (factors, row_alpha, slopes)
         )
-        losses[part], made = _rows(rows[part].to(dtype), target[part], scale, alpha, own, slope, k)
+        losses[part], part_gradient = _rows(
+            rows[part].to(dtype), target[part], scale, alpha, own, slope, k
+        )
         if factors is not None:
-            gradient[part] = made
+            gradient[part] = part_gradient
     return losses, gradient
 
 
 class _MapLoss(LossModule):
-    """A loss with class weights, an ignored class id and a reduction."""
+    """A loss with class weights, ``ignore_index`` and a reduction."""
 
     class_weight: Tensor | None
 
@@ -479,7 +482,7 @@ class SparsemaxLoss(_MapLoss):
 
     Args:
         class_weight: one weight per class, ``(n,)``.
-        ignore_index: rows with this class id are left out; None where all count.
+        ignore_index: rows with this class id are ignored; None if every row counts.
         reduction: "mean", "sum" or "none".
     """
 
@@ -494,7 +497,7 @@ class EntmaxLoss(_MapLoss):
         alpha: a number of at least 1. A learned alpha is a parameter of the model, passed to
             :func:`lastlayer.entmax_loss` at each step.
         class_weight: one weight per class, ``(n,)``.
-        ignore_index: rows with this class id are left out; None where all count.
+        ignore_index: rows with this class id are ignored; None if every row counts.
         reduction: "mean", "sum" or "none".
     """
 
@@ -514,9 +517,9 @@ class TopKSoftmaxLoss(_MapLoss):
     """:func:`lastlayer.topk_softmax_loss` as a module.
 
     Args:
-        k: how many classes the normaliser sums, at least 1.
+        k: number of classes in the normaliser, at least 1.
         class_weight: one weight per class, ``(n,)``.
-        ignore_index: rows with this class id are left out; None where all count.
+        ignore_index: rows with this class id are ignored; None if every row counts.
         reduction: "mean", "sum" or "none".
     """
 

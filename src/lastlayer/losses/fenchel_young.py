@@ -1,4 +1,4 @@
-"""The one place where a map becomes a loss."""
+"""Fenchel-Young losses: the loss that belongs to a map."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from lastlayer._checks import (
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, is_vmapped
 from lastlayer.fused.function import RowScale
 
-# Scores that are looked at together: on a GPU, and on a CPU.
+# Maximum number of scores per chunk: on a GPU, and on a CPU.
 _TOGETHER = 1 << 24, 1 << 17
 
 
@@ -31,29 +31,29 @@ def fenchel_young_loss(
     ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""The loss that belongs to a map: convex, and zero exactly where the map hits the target.
+    r"""The loss that belongs to a map: convex, and zero exactly where the map gives the target.
 
     .. math:: L(\theta, y) = \Omega^*(\theta) + \Omega(y) - \langle \theta, y \rangle,
               \qquad \nabla_\theta L = \mathrm{predict}(\theta) - y
 
     with :math:`\Omega = -\mathrm{entropy}` and :math:`\mathrm{predict}(\theta) =
-    \arg\max_p \langle \theta, p \rangle + \mathrm{entropy}(p)`. The gradient is formed as that
-    difference, never by differentiating through the map, and the Hessian is the map's Jacobian.
-    With softmax and Shannon's entropy it is the cross entropy.
+    \arg\max_p \langle \theta, p \rangle + \mathrm{entropy}(p)`. The gradient is computed as
+    that difference, never by differentiating through the map, and the Hessian is the Jacobian of
+    the map. With softmax and the Shannon entropy it is the cross entropy.
 
-    Choose it for a map of your own; the losses of the maps here have faster functions.
+    Choose it for a map of your own; the maps of this library have faster loss functions.
 
-    Cost: one forward of the map and a few passes over the scores; backward forms the difference.
+    Cost: one forward of the map and a few passes over the scores; backward computes the difference.
 
     Args:
-        scores: ``(*batch, n)``; -inf is a legal mask.
+        scores: ``(*batch, n)``; -inf masks a class out.
         target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
         predict: the map over the last dimension.
         entropy: maps probabilities ``(*batch, n)`` to ``(*batch)``; concave, 0 at a one-hot.
         class_weight: one weight per class, ``(n,)``. A row counts with the weight of its class, or
             with the mean weight of its target distribution; "mean" divides by the sum of these.
-        ignore_index: rows with this class id have loss and gradient 0; None where all count.
-        reduction: "mean" over the rows that are not ignored (0 where all are), "sum" or "none".
+        ignore_index: rows with this class id have loss and gradient 0; None if every row counts.
+        reduction: "mean" over the rows that are not ignored (0 if all are), "sum" or "none".
 
     Returns:
         The loss in float32, or in float64 from float64 scores.
@@ -80,7 +80,7 @@ def fenchel_young_loss(
 def check_loss(
     scores: Any, target: Any, class_weight: Any, ignore_index: Any, reduction: Any
 ) -> tuple[Tensor, bool, int | None]:
-    """The arguments of a loss on scores: target, whether it has class ids, and ``ignore_index``."""
+    """Checks arguments; returns the target, whether it has class ids, and ``ignore_index``."""
     check_scores(scores)
     check_reduction(reduction)
     ignore_index = check_ignore_index(ignore_index)
@@ -103,10 +103,10 @@ def general_loss(
     parameter: Tensor | None = None,
     entropy_slope: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """:func:`fenchel_young_loss` of checked arguments, by torch operations alone.
+    """:func:`fenchel_young_loss` for checked arguments, in torch operations.
 
-    The entropy may have one learned ``parameter`` per row. By the envelope theorem the loss changes
-    with it only through the entropy: ``entropy_slope`` is its derivative at fixed probabilities.
+    The entropy may have one learned ``parameter`` per row. By the envelope theorem the loss depends
+    on it only through the entropy: ``entropy_slope`` is its derivative at fixed probabilities.
     """
     wide: Tensor = in_dtype(scores, accumulation_dtype(scores.dtype))
     ignored = None
@@ -118,7 +118,7 @@ def general_loss(
 
     probs = predict(wide)
     gap = _gap(wide.detach(), probs.detach(), target.detach())
-    # What entropies are made of may take its memory.
+    # The entropy may reuse this memory.
     del wide
     losses = _FenchelYoung.apply(
         gap + entropy(probs.detach()),
@@ -141,10 +141,10 @@ def general_loss(
 
 
 class _FenchelYoung(torch.autograd.Function):
-    """The value of the loss with its gradients as given.
+    """The given value of the loss, with the given gradients.
 
-    ``probs`` and ``slope`` come with their own history. No gradient flows into them here; they
-    *are* the gradient, so a second derivative finds the way through them by itself.
+    No gradient flows into ``probs`` and ``slope``: they are the gradient. They have their own
+    autograd history, through which second derivatives flow.
     """
 
     generate_vmap_rule = True
@@ -182,8 +182,8 @@ class _FenchelYoung(torch.autograd.Function):
 def score_gradient(probs: Tensor, target: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
     """``(probs - target) * row`` for the factor ``(*batch, 1)`` of each row; differentiable.
 
-    Rows with factor 0 have gradient 0 even where their scores are NaN, and so have fully masked
-    rows, which have no probability anywhere.
+    Rows with factor 0 have gradient 0 even if their scores are NaN. So have fully masked rows,
+    whose probabilities are all 0.
     """
     dense = target.is_floating_point()
     moves = (row != 0) & (probs.sum(-1, keepdim=True) != 0)
@@ -193,14 +193,14 @@ def score_gradient(probs: Tensor, target: Tensor, row: Tensor, dtype: torch.dtyp
         else:
             gradient = (probs * row).scatter_add(-1, target.unsqueeze(-1), -row)
         return torch.where(moves, gradient, 0.0).to(dtype)
-    # The same in memory of its own, which is one matrix instead of three.
+    # The same in place: one matrix is allocated instead of three.
     gradient = torch.empty_like(probs, dtype=dtype)
     if dense:
         torch.mul(probs - target, row, out=gradient)
     else:
         at_target = target.unsqueeze(-1)
         torch.mul(probs, row, out=gradient)
-        # Before it is rounded: next to 1 little is left of a probability.
+        # 1 is subtracted before rounding: a rounded probability near 1 would leave few digits.
         own = (probs.gather(-1, at_target) - 1.0) * row
         gradient.scatter_(-1, at_target, own.to(dtype))
     return gradient.masked_fill_(~moves, 0.0)
@@ -217,20 +217,20 @@ def _gap(scores: Tensor, probs: Tensor, target: Tensor) -> Tensor:
         return torch.where(difference != 0, shifted * difference, 0.0).sum(-1)
     at_target = scores.gather(-1, target.unsqueeze(-1))
     if is_eager(scores) and scores.dim() == 2:
-        # A few rows at a time: what is made of them stays in the cache.
+        # In chunks of rows, so that intermediate results stay in the cache.
         step = max(1, _TOGETHER[scores.device.type == "cpu"] // scores.shape[1])
         parts = zip(scores.split(step), at_target.split(step), probs.split(step), strict=True)
         gaps = [_leads(*part) for part in parts]
         gap = gaps[0] if len(gaps) == 1 else torch.cat(gaps)
     else:
         gap = _leads(scores, at_target, probs)
-    # A masked target cannot be met; a NaN stays one.
+    # A masked target has infinite loss; a NaN stays NaN.
     return gap.masked_fill((at_target == -math.inf).squeeze(-1) & ~gap.isnan(), math.inf)
 
 
 def _leads(scores: Tensor, at_target: Tensor, probs: Tensor) -> Tensor:
-    """By how much the classes are above the target, on average."""
-    # Finite numbers times a probability of 0 are 0: no choice per class is needed.
+    """The mean, weighted by ``probs``, of the scores minus the score of the target."""
+    # Clamped to finite values: times a probability of 0 they give 0, and no torch.where is needed.
     lowest = torch.finfo(scores.dtype).min
     leads = (scores - at_target.clamp(min=lowest)).clamp(min=lowest)
     return leads.mul_(probs).sum(-1)

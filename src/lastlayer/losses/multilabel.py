@@ -1,7 +1,7 @@
-"""Multi-label losses beside ZLPR, and soft labels.
+"""Multi-label losses other than ZLPR, label smoothing and mixup.
 
-Binary cross entropy and its asymmetric form are sums over classes; the sparsemax loss compares with
-one distribution over the positives of a row. Smoothing and mixup make labels between 0 and 1.
+Binary cross entropy and the asymmetric loss are sums over classes; the sparsemax loss uses one
+distribution over the positives of a row. Label smoothing and mixup produce labels between 0 and 1.
 """
 
 from collections.abc import Sequence
@@ -38,28 +38,28 @@ from lastlayer.maps.sparsemax import sparsemax
 def bce_loss(
     scores: Tensor, target: Tensor, *, mask: Tensor | None = None, reduction: str = "mean"
 ) -> Tensor:
-    r"""The binary cross entropy of all classes, summed over those of a row.
+    r"""Binary cross entropy, summed over the classes of each row.
 
     .. math:: L(s, t) = -\sum_i t_i \log \sigma(s_i) + (1 - t_i) \log(1 - \sigma(s_i))
 
-    A proper loss: at its minimum :math:`\sigma(s_i)` is the probability of label i, whatever labels
-    come together. All negatives add up, however easy; where positives are few among many classes
-    that is most of the gradient early on, and :func:`lastlayer.zlpr_loss` and
-    :func:`lastlayer.asymmetric_loss` are two remedies.
+    A proper loss: at its minimum :math:`\sigma(s_i)` is the probability of label i, whichever
+    labels occur together. All negatives add up, even easy ones. With few positives among many
+    classes they are most of the gradient early in training; :func:`lastlayer.zlpr_loss` and
+    :func:`lastlayer.asymmetric_loss` avoid that.
 
-    A label of exactly 0 or 1 takes one of the two terms alone, and a masked class neither, so that
-    infinite scores on the right side cost nothing. (torch's ``binary_cross_entropy_with_logits``
-    averages over the classes of a row too.)
+    A label of exactly 0 or 1 has only one of the two terms, and a masked class neither, so that
+    infinite scores of the correct sign cost nothing. (With ``reduction="mean"`` torch's
+    ``binary_cross_entropy_with_logits`` also averages over the classes of a row.)
 
     Cost: scores and labels are read once in forward and once in backward, which writes the
-    gradient; nothing of their size is held in between.
+    gradient; nothing of their size is stored in between.
 
     Args:
         scores: ``(*batch, n)``.
         target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1]. A floating
-            target gets a gradient where it wants one.
-        mask: bool that broadcasts to ``scores``, True for classes that count.
-        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
+            target gets a gradient if it requires one.
+        mask: bool that broadcasts to ``scores``; False masks a class out.
+        reduction: "mean" over rows with at least one unmasked class (0 if there are none), "sum" or
             "none" for the loss of each row.
 
     Returns:
@@ -84,32 +84,30 @@ def asymmetric_loss(
     mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""Binary cross entropies that fade where a class is easy, negatives faster than positives.
+    r"""Binary cross entropy that down-weights easy classes, negatives more than positives.
 
     .. math:: L(s, t) = -\sum_i t_i\,(1 - p_i)^{\gamma_+} \log p_i
               + (1 - t_i)\,q_i^{\gamma_-} \log(1 - q_i),
               \qquad p_i = \sigma(s_i), \quad q_i = \max(p_i - m, 0)
 
-    Negatives with a probability below the margin m are dropped, others count with
-    :math:`q^{\gamma_-}`. With both gammas and the margin at 0 it is
-    :func:`lastlayer.bce_loss`. It is not a proper loss: :math:`\sigma(s)` is no
-    probability afterwards.
+    Negatives with a probability below the margin m are dropped; the others have the weight
+    :math:`q^{\gamma_-}`. With both gammas and the margin at 0 it is :func:`lastlayer.bce_loss`. It
+    is not a proper loss: after training :math:`\sigma(s)` is not a probability.
 
     It is computed in float32 at least: in float16 :math:`\sigma(-20)` is 0, and the loss of an easy
-    negative would be :math:`0 \cdot \log 0`. The grad mode of the caller stays as it is. It costs
-    what :func:`lastlayer.bce_loss` does.
+    negative would be :math:`0 \cdot \log 0`. The cost is that of :func:`lastlayer.bce_loss`.
 
     Args:
         scores: ``(*batch, n)``.
         target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1].
-        gamma_negative: the power for negatives, at least 0.
-        gamma_positive: the power for positives, at least 0.
+        gamma_negative: exponent for negatives, at least 0.
+        gamma_positive: exponent for positives, at least 0.
         margin: the probability below which a negative is dropped, from 0 to below 1.
-        focus_gradient: whether the powers are differentiated too. False takes them as weights
-            that are given, as the authors' code does by default.
-        mask: bool that broadcasts to ``scores``, True for classes that count.
-        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" (as the
-            authors' code has it) or "none" for the loss of each row.
+        focus_gradient: whether the weights, such as :math:`q^{\gamma_-}`, are differentiated too.
+            False treats them as constants, as the authors' code does by default.
+        mask: bool that broadcasts to ``scores``; False masks a class out.
+        reduction: "mean" over rows with at least one unmasked class (0 if there are none), "sum"
+            (as in the authors' code) or "none" for the loss of each row.
 
     Returns:
         The loss in float32, or in float64 from float64 scores.
@@ -155,8 +153,8 @@ class _CrossEntropies(LabelEngine):
     def gradient(self, call: Call, pieces: Sequence[Any], factor: Tensor) -> Tensor:
         del pieces  # there are none
         rows = as_rows(call.operands)
-        made: Tensor = kernels.label_loss.backward("auto", *rows, *call.options, factor)
-        return made
+        gradient: Tensor = kernels.label_loss.backward("auto", *rows, *call.options, factor)
+        return gradient
 
     def slope(self, call: Call) -> Tensor:
         return reference.gradient(*as_rows(call.operands), *call.options)
@@ -173,21 +171,21 @@ def multilabel_sparsemax_loss(
     .. math:: L(s, t) = \tfrac12 \|s - q\|^2 - \tfrac12 \|s - \mathrm{sparsemax}(s)\|^2,
               \qquad q_i = t_i / \textstyle\sum_j t_j
 
-    It is zero exactly where sparsemax gives each of k positives 1/k and every other class 0; the
-    gradient is :math:`\mathrm{sparsemax}(s) - q`. Labels are predicted by
+    It is zero exactly if sparsemax gives each of k positives 1/k and every other class 0; the
+    gradient is :math:`\mathrm{sparsemax}(s) - q`. Predict labels with
     :func:`lastlayer.multilabel_sparsemax_predict`.
 
-    A row has something to learn only in relation to its positives: one that has none is left out.
-    Choose :func:`lastlayer.zlpr_loss` where rows without a label matter.
+    Rows without positives have no target distribution and are ignored. Choose
+    :func:`lastlayer.zlpr_loss` if rows without labels matter.
 
     Cost: one forward of sparsemax, O(n) per row.
 
     Args:
-        scores: ``(*batch, n)``; -inf is a legal mask.
-        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1], in proportion
-            to which the distribution is made.
-        mask: bool that broadcasts to ``scores``, True for classes that count.
-        reduction: "mean" over rows with a positive that counts (0 where there is none), "sum" or
+        scores: ``(*batch, n)``; -inf masks a class out.
+        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1]. The target
+            distribution is proportional to them.
+        mask: bool that broadcasts to ``scores``; False masks a class out.
+        reduction: "mean" over rows with an unmasked positive (0 if there are none), "sum" or
             "none"; other rows have loss 0.
 
     Returns:
@@ -212,7 +210,7 @@ def multilabel_sparsemax_loss(
         return reduced(labels.sum(-1), torch.zeros_like(labels.sum(-1)), reduction)
     total = labels.sum(-1, keepdim=True)
     counts = total > 0
-    # A row that is left out is replaced by one that is right: loss and gradient are 0.
+    # Rows without positives are replaced by a perfect prediction: loss and gradient are 0.
     first = torch.arange(scores.shape[-1], device=scores.device) == 0
     right = first.to(labels.dtype).expand_as(labels)
     shares = torch.where(counts, labels / torch.where(counts, total, 1.0), right)
@@ -224,18 +222,18 @@ def multilabel_sparsemax_loss(
 def multilabel_sparsemax_predict(
     scores: Tensor, threshold: float = 0.0, *, mask: Tensor | None = None
 ) -> Tensor:
-    """The labels to which sparsemax gives more than a threshold.
+    """Predicts the labels whose sparsemax probability exceeds a threshold.
 
-    At 0 these are the classes of its support, at least one per row. The authors
+    With a threshold of 0 these are the classes of the support, at least one per row. The authors
     choose the threshold on held-out data.
 
     Args:
         scores: ``(*batch, n)``.
-        threshold: from 0 to below 1; 1/k would ask for no more than k labels.
-        mask: bool that broadcasts to ``scores``, True for classes that count.
+        threshold: from 0 to below 1; with 1/k at most k labels are predicted.
+        mask: bool that broadcasts to ``scores``; False masks a class out.
 
     Returns:
-        bool of the shape of the scores.
+        A bool tensor of the shape of the scores.
 
     Example:
         >>> multilabel_sparsemax_predict(torch.tensor([0.6, 0.5, -0.5]))
@@ -246,22 +244,22 @@ def multilabel_sparsemax_predict(
     """
     check_scores(scores)
     check_allowed(mask, scores)
-    check_real("threshold", threshold, "0 to below 1, a probability", lambda x: 0.0 <= x < 1.0)
-    # Rounding to bfloat16 moves probabilities, but none of them to 0, as float16 would.
+    check_real("threshold", threshold, "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0)
+    # Rounding to bfloat16, unlike float16, does not turn any probability into 0.
     if threshold or scores.dtype != torch.bfloat16:
         scores = in_dtype(scores, accumulation_dtype(scores.dtype))
     return sparsemax(scores, mask=mask) > threshold
 
 
 class Mixed(NamedTuple):
-    """A batch mixed with itself.
+    """The result of :func:`lastlayer.mixup`: each row mixed with another row of the batch.
 
     Attributes:
-        inputs: as the inputs that were given.
+        inputs: mixed inputs, of the shape of the given ones.
         target: soft labels, or lists of twice the length.
-        values: the labels of what is listed; None for a dense target.
-        weight: ``(rows,)``, what each row kept of itself.
-        partner: ``(rows,)`` int64, the row that it was mixed with.
+        values: labels of the listed classes; None for a dense target.
+        weight: ``(rows,)``, the weight of the row itself.
+        partner: ``(rows,)`` int64, the row it was mixed with.
     """
 
     inputs: Tensor
@@ -272,15 +270,15 @@ class Mixed(NamedTuple):
 
 
 def smooth_labels(target: Tensor, smoothing: float) -> Tensor:
-    r"""Labels drawn towards 1/2: 0 becomes ``smoothing``, and 1 becomes ``1 - smoothing``.
+    r"""Label smoothing: a label of 0 becomes ``smoothing``, and 1 becomes ``1 - smoothing``.
 
     .. math:: t \mapsto \varepsilon + (1 - 2 \varepsilon)\, t
 
-    For :func:`lastlayer.zlpr_loss` and :func:`lastlayer.bce_loss` alike. (Some libraries state
-    twice this number for binary labels.) For lists of positives
-    ``zlpr_loss_from_indices(…, label_smoothing=)`` is the same without a dense target.
+    For :func:`lastlayer.zlpr_loss` and :func:`lastlayer.bce_loss`. (In some libraries smoothing of
+    binary labels is twice this number.) For lists of positives
+    ``zlpr_loss_from_indices(…, label_smoothing=)`` gives the same without a dense target.
 
-    With n classes the smoothed negatives add up: at its optimum ZLPR puts them at
+    With n classes the smoothed negatives add up: at the optimum of ZLPR their scores are
     :math:`s = -\tfrac12 \log((1 - \varepsilon) / \varepsilon)` rather than at :math:`-\infty`,
     and their sum in the second term is about :math:`n \sqrt{\varepsilon}`. Keep :math:`\varepsilon`
     well below the share of positives.
@@ -290,7 +288,7 @@ def smooth_labels(target: Tensor, smoothing: float) -> Tensor:
         smoothing: from 0 to below 1/2.
 
     Returns:
-        Labels in the dtype of the target where it is floating, else in torch's default dtype.
+        Labels in the dtype of the target if it is floating, else in torch's default dtype.
 
     Example:
         >>> smooth_labels(torch.tensor([0, 1]), 0.1)
@@ -307,7 +305,7 @@ def smooth_labels(target: Tensor, smoothing: float) -> Tensor:
 def mixup(
     inputs: Tensor, target: Tensor, *, alpha: float = 0.2, generator: torch.Generator | None = None
 ) -> Mixed:
-    r"""Each row mixed with another of the batch, and their labels alike.
+    r"""Mixes each row, and its labels, with another row of the batch.
 
     .. math:: x_i \mapsto \lambda_i x_i + (1 - \lambda_i)\, x_{\pi(i)}, \qquad
               t_i \mapsto \lambda_i t_i + (1 - \lambda_i)\, t_{\pi(i)}, \qquad
@@ -318,12 +316,12 @@ def mixup(
     Args:
         inputs: ``(rows, …)``, floating.
         target: dense labels ``(rows, …)``: bool, integers 0 and 1, or floating in [0, 1].
-        alpha: above 0; small numbers leave most rows nearly as they are.
-        generator: what to draw with, on the device of the inputs.
+        alpha: above 0; with small values most rows stay nearly unchanged.
+        generator: random number generator, on the device of the inputs.
 
     Returns:
-        ``Mixed(inputs, target, values, weight, partner)``; ``target`` is floating, for
-        :func:`lastlayer.zlpr_loss` and :func:`lastlayer.bce_loss`.
+        ``Mixed(inputs, target, values, weight, partner)``, with a floating ``target`` for
+        :func:`lastlayer.zlpr_loss` or :func:`lastlayer.bce_loss`.
 
     Example:
         >>> mixed = mixup(torch.randn(4, 8), torch.eye(4))
@@ -353,15 +351,16 @@ def mixup_from_indices(
 ) -> Mixed:
     """:func:`lastlayer.mixup` for padded lists of positives, without a dense target.
 
-    A row's list is followed by that of its partner. A class of both has the label 1, others that of
-    the row that they come from. (Lists in CSR have no fixed size after mixing; pad them first.)
+    The list of a row is followed by that of its partner. A class in both has the label 1, any other
+    class the weight of the row it comes from. (CSR lists have no fixed size after mixing; pad them
+    first.)
 
     Args:
         inputs: ``(rows, …)``, floating.
         positives: integers ``(rows, m)``, padded with ``ignore_index``.
         alpha: above 0.
-        ignore_index: the id that pads.
-        generator: what to draw with, on the device of the inputs.
+        ignore_index: the padding id.
+        generator: random number generator, on the device of the inputs.
 
     Returns:
         ``Mixed(inputs, target, values, weight, partner)`` with lists and values ``(rows, 2m)`` for
@@ -377,8 +376,8 @@ def mixup_from_indices(
     if positives.is_floating_point() or positives.dtype == torch.bool or positives.dim() != 2:
         raise ValueError(
             "positives: expected lists of integer class ids of shape (rows, m), padded with "
-            f"ignore_index, got {positives.dtype} of shape {tuple(positives.shape)}; dense labels "
-            "go to lastlayer.mixup"
+            f"ignore_index, got {positives.dtype} of shape {tuple(positives.shape)}; use "
+            "lastlayer.mixup for dense labels"
         )
     positives = positives.long()
     weight, partner = _draw(inputs, alpha, generator)
@@ -396,7 +395,7 @@ def _draw(inputs: Tensor, alpha: Any, generator: torch.Generator | None) -> tupl
     alpha = check_positive("alpha", alpha)
     check_generator(generator, inputs.device, "inputs")
     n_rows, device = inputs.shape[0], inputs.device
-    # A Beta is made of two Gammas; in float64 both are 0 for a tiny alpha only.
+    # A Beta sample is a ratio of Gamma samples; in float64 both underflow only for a tiny alpha.
     gammas = torch._standard_gamma(
         torch.full((2, n_rows), alpha, dtype=torch.float64, device=device), generator
     )
@@ -415,8 +414,8 @@ def _check_rows(inputs: Any, name: str, target: Any) -> None:
     check_tensor(name, target)
     if not inputs.is_floating_point() or inputs.dim() == 0:
         raise TypeError(
-            f"inputs: expected a floating tensor of rows, got {inputs.dtype} of shape "
-            f"{tuple(inputs.shape)}; token ids cannot be mixed, their embeddings can"
+            f"inputs: expected a floating tensor with a batch dimension, got {inputs.dtype} of "
+            f"shape {tuple(inputs.shape)}; token ids cannot be mixed, but their embeddings can"
         )
     if target.dim() == 0 or target.shape[0] != inputs.shape[0]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Losses that tell what was observed from what was drawn as noise, on scores."""
+"""Noise contrastive estimation and negative sampling, as losses of scores."""
 
 import math
 from typing import Any
@@ -22,39 +22,38 @@ def nce_loss(
     mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""Tell the class that was observed from k that were drawn as noise.
+    r"""Noise contrastive estimation: classify the observed class against k noise samples.
 
     .. math:: L = -\log \sigma(a_y) - \sum_{j=1}^{k} \log \sigma(-a_{d_j}), \qquad
               a_c = s_c - \log Z - \log k\,q(c)
 
-    :math:`\sigma(a_c)` is the probability that c is data, where one observation comes with k draws
-    of noise and the model says :math:`p(c) = e^{s_c} / Z`. No sum over all classes is taken; Z is a
-    number that is given, or a parameter. As k grows the gradient becomes that of maximum
-    likelihood, and for every k the loss is least where the model is the distribution of the data,
-    normaliser included: :math:`s_c - \log Z = \log p_\text{data}(c)`.
+    :math:`\sigma(a_c)` is the probability that c is data rather than noise, with k noise samples
+    per observation and the model :math:`p(c) = e^{s_c} / Z`. There is no sum over all classes; Z is
+    a constant or a parameter. As k grows the gradient becomes that of maximum likelihood. For every
+    k the loss is minimal if the model is the distribution of the data, normaliser included:
+    :math:`s_c - \log Z = \log p_\text{data}(c)`.
 
-    Draw noise with replacement from q and leave it as it is: a draw that happens to be the target
-    counts like any other, and a class that is drawn twice counts twice. With hits removed, or with
-    duplicates merged, the noise is no longer that of q, and the optimum moves.
+    Draw noise from q with replacement, and do not filter it: a sample that is the target counts
+    like any other, and a class drawn twice counts twice. Removing hits or merging duplicates
+    changes the distribution of the noise, and so the optimum.
 
-    Choose it for models whose scores should be log-probabilities as they are, so that a class can
-    be scored alone. For training by samples as such,
+    Choose it for models whose scores should be normalised log-probabilities, so that a class can be
+    scored without the others. If you only want cheaper training,
     :class:`lastlayer.heads.SampledSoftmax` learns faster.
 
-    A row with p positives counts like p rows with one each that share their noise, divided by p.
-    (Labels of 1/p in place of that weight would move the optimum.)
+    The loss of a row with p positives is the mean over p rows with one positive each and the same
+    noise. (Labels of 1/p instead would change the optimum.)
 
-    Cost: O(p + n) per row, in plain torch operations that can be differentiated twice.
+    Cost: O(p + k) per row, in plain torch operations that can be differentiated twice.
 
     Args:
-        positive: scores of what was observed, ``(*batch)`` or ``(*batch, p)``.
-        negative: scores of k draws, ``(*batch, k)``; a batch dimension may have size 1 where rows
-            share their negatives and the scores of them.
-        positive_log_q: log q of the positives, of their shape or one that broadcasts to it.
-        negative_log_q: log q of the draws, likewise: ``(k,)`` where all rows have the same.
-        log_z: log Z; a number, or a tensor that broadcasts to ``(*batch)``, to which a gradient
-            flows.
-        mask: bool of the shape of ``positive``, True for positives that count; a row without any
+        positive: scores of the observed classes, ``(*batch)`` or ``(*batch, p)``.
+        negative: scores of k noise samples, ``(*batch, k)``; a batch dimension may have size 1 if
+            rows share their negatives and the scores of them.
+        positive_log_q: log q of the positives, of a shape that broadcasts to theirs.
+        negative_log_q: log q of the negatives, likewise: ``(k,)`` if all rows share them.
+        log_z: log Z: a number, or a tensor that broadcasts to ``(*batch)`` and may need a gradient.
+        mask: bool of the shape of ``positive``; False masks a positive out. A row without positives
             has loss 0.
         reduction: "mean" over the rows with a positive, "sum" or "none".
 
@@ -90,26 +89,26 @@ def nce_loss(
 def negative_sampling_loss(
     positive: Tensor, negative: Tensor, *, mask: Tensor | None = None, reduction: str = "mean"
 ) -> Tensor:
-    r"""Raise the score of what was observed, and lower those of k draws.
+    r"""Negative sampling: raise the score of the observed class, lower those of k samples.
 
     .. math:: L = -\log \sigma(s_y) - \sum_{j=1}^{k} \log \sigma(-s_{d_j})
 
-    It is :func:`lastlayer.nce_loss` without its :math:`\log k\,q(c)`, and so no estimate of a
-    log-likelihood: it is least where :math:`s_c = \log p_\text{data}(c) - \log k\,q(c)`, which is
-    the pointwise mutual information less log k where q are the frequencies of the classes. Scores
-    rank classes by how much more frequent they are than under q; probabilities are the softmax of
+    It is :func:`lastlayer.nce_loss` without the term :math:`\log k\,q(c)`, and so does not estimate
+    a log-likelihood. It is minimal for :math:`s_c = \log p_\text{data}(c) - \log k\,q(c)`; if q are
+    the frequencies of the classes this is the pointwise mutual information minus log k. Scores rank
+    classes by how much more frequent they are than under q; probabilities are the softmax of
     :math:`s_c + \log q(c)`, see :class:`lastlayer.heads.NegativeSampling`.
 
-    Choose it to learn vectors, of words or of items, rather than probabilities.
+    Choose it to learn vectors, of words or items, rather than probabilities.
 
-    Cost: O(p + n) per row, in plain torch operations that can be differentiated twice.
+    Cost: O(p + k) per row, in plain torch operations that can be differentiated twice.
 
     Args:
-        positive: scores of what was observed, ``(*batch)`` or ``(*batch, p)``; the loss of a row is
-            the mean over its positives.
-        negative: scores of k draws, ``(*batch, k)``; a batch dimension may have size 1 where rows
-            share their negatives and the scores of them. A score of -inf leaves a draw out.
-        mask: bool of the shape of ``positive``, True for positives that count; a row without any
+        positive: scores of the observed classes, ``(*batch)`` or ``(*batch, p)``; the loss of a row
+            is the mean over its positives.
+        negative: scores of k samples, ``(*batch, k)``; a batch dimension may have size 1 if rows
+            share their negatives and the scores of them. A score of -inf masks a sample out.
+        mask: bool of the shape of ``positive``; False masks a positive out. A row without positives
             has loss 0.
         reduction: "mean" over the rows with a positive, "sum" or "none".
 
@@ -131,7 +130,7 @@ def negative_sampling_loss(
 
 
 def _log_z(log_z: Any, positive: Tensor, rows: torch.Size) -> Tensor | None:
-    """One number per row, or None for 0."""
+    """log Z as one number per row, or None for 0."""
     if isinstance(log_z, Tensor):
         _check_broadcasts("log_z", log_z, rows)
         return _wide(log_z).expand(rows)
@@ -140,7 +139,7 @@ def _log_z(log_z: Any, positive: Tensor, rows: torch.Size) -> Tensor | None:
 
 
 def _check_pairs(positive: Any, negative: Any, mask: Any, reduction: Any) -> None:
-    """Scores ``(*batch)`` or ``(*batch, p)``, and ``(*batch, n)``; a mask of the first."""
+    """Checks the shapes of positive and negative scores, and the mask of positives."""
     check_reduction(reduction)
     check_scores(positive, name="positive", at_least_1d=False)
     check_scores(negative, name="negative")
@@ -152,8 +151,8 @@ def _check_pairs(positive: Any, negative: Any, mask: Any, reduction: Any) -> Non
     )
     if not fits:
         raise ValueError(
-            "negative: expected shape (*batch, n) for positive of shape (*batch) or (*batch, p), "
-            "with sizes of 1 where rows share their negatives, got "
+            "negative: expected shape (*batch, k) for positive of shape (*batch) or (*batch, p), "
+            "with sizes of 1 if rows share their negatives, got "
             f"{tuple(negative.shape)} for {tuple(positive.shape)}"
         )
     if mask is None:
@@ -169,7 +168,7 @@ def _check_pairs(positive: Any, negative: Any, mask: Any, reduction: Any) -> Non
 
 
 def _check_broadcasts(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """A tensor that broadcasts to a shape."""
+    """Checks that a tensor broadcasts to a shape."""
     check_tensor(name, value)
     if not broadcasts(value.shape, shape):
         raise ValueError(
@@ -182,7 +181,7 @@ def _logistic_loss(
 ) -> Tensor:
     """The mean of -log σ over the positives of a row, plus the sum of -log(1 - σ) over negatives.
 
-    A row without a positive that counts has loss 0.
+    A row without unmasked positives has loss 0.
     """
     if positive.dim() < negative.dim():
         positive = positive.unsqueeze(-1)
@@ -190,7 +189,7 @@ def _logistic_loss(
     if mask is None:
         mask = torch.ones_like(positive, dtype=torch.bool)
     counts = mask.any(-1)
-    # What does not count is replaced before: a NaN there would reach gradients as 0 · NaN.
+    # Masked scores are replaced first: a NaN would reach the gradients as 0 · NaN.
     found = -logsigmoid(torch.where(mask, positive, 0.0))
     number = mask.sum(-1).clamp(min=1)
     pulled = torch.where(mask, found, 0.0).sum(-1) / number
@@ -199,5 +198,5 @@ def _logistic_loss(
 
 
 def _wide(scores: Tensor) -> Tensor:
-    """In float32, or in float64 from float64."""
+    """Scores in float32, or in float64 for float64."""
     return in_dtype(scores, accumulation_dtype(scores.dtype))

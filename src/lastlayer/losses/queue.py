@@ -1,4 +1,4 @@
-"""A queue of past keys, for more negatives than a batch has."""
+"""A queue of keys of past batches, as additional negatives."""
 
 from typing import Any
 
@@ -11,21 +11,20 @@ from lastlayer.losses.contrastive import check_groups
 
 
 class NegativeQueue(torch.nn.Module):
-    """The last ``size`` keys, and their groups, as negatives for :func:`lastlayer.info_nce`.
+    """A queue of the last ``size`` keys and their groups, negatives for :func:`lastlayer.info_nce`.
 
-    It starts empty: until it is full there are fewer negatives, and none is made up. Keys, groups,
-    the place of the next key and the number of keys are buffers: ``state_dict`` has all of them,
-    and a resumed run goes on where the first one stopped. A batch may be short, or larger than the
-    queue, of which the last ``size`` keys then stay.
+    It starts empty, not with random keys: until it is full there are fewer negatives. Its whole
+    state is in buffers, so that ``state_dict`` saves it and a resumed run has the same negatives. A
+    batch may be of any size; of a batch larger than the queue the last ``size`` keys are kept.
 
-    Keys are held without gradients. Push them after the loss, so that a key is not its own
-    negative, or give groups.
+    Keys are stored without gradients. Push keys after computing the loss, so that a key is not its
+    own negative, or give groups.
 
     Args:
-        size: the most keys that are held.
+        size: maximum number of keys.
         dim: size of a key.
-        device: where keys are held.
-        dtype: of the keys held.
+        device: device of the stored keys.
+        dtype: dtype of the stored keys.
 
     Example:
         >>> import torch
@@ -59,22 +58,22 @@ class NegativeQueue(torch.nn.Module):
         self.size, self.dim = size, dim = check_int("size", size), check_int("dim", dim)
         self.register_buffer("memory", torch.zeros(size, dim, device=device, dtype=dtype))
         self.register_buffer("memory_groups", torch.zeros(size, dtype=torch.int64, device=device))
-        # The place of the next key, the number of keys, and whether they have groups.
+        # Index of the next key, number of keys, and whether they have groups.
         self.register_buffer("position", torch.zeros(3, dtype=torch.int64, device=device))
-        # The same for the host, which would have to wait for a buffer on a GPU.
+        # The same on the host: reading a buffer on a GPU would need a host sync.
         self._next, self._count, self._grouped = 0, 0, False
         self.register_load_state_dict_post_hook(_read_position)
 
     def __len__(self) -> int:
-        """How many keys are held."""
+        """Number of keys in the queue."""
         return self._count
 
     def keys(self) -> Tensor:
-        """The keys held, oldest first, ``(len(self), dim)``; a copy, which a push leaves alone."""
+        """A copy of the keys, oldest first, ``(len(self), dim)``."""
         return self.memory[self._order()]
 
     def groups(self) -> Tensor | None:
-        """The groups of the keys held, int64, or None where keys were pushed without any."""
+        """The groups of the keys, int64, or None if keys were pushed without groups."""
         return self.memory_groups[self._order()] if self._grouped else None
 
     def push(
@@ -85,14 +84,14 @@ class NegativeQueue(torch.nn.Module):
         gather: bool | str = False,
         process_group: Any = None,
     ) -> None:
-        """Add keys; the oldest ones leave where there is no more room.
+        """Add keys; a full queue drops the oldest ones.
 
         Args:
             keys: ``(n, dim)``, for any n.
-            groups: their groups, integers ``(n,)``: for all keys that are ever pushed, or for none.
-            gather: add the keys of all processes, as :func:`lastlayer.info_nce` does; all then hold
-                the same.
-            process_group: see there.
+            groups: groups of the keys, integers ``(n,)``; give them at every push or never.
+            gather: add the keys of all processes, so that all have the same queue; takes the values
+                of the same argument of :func:`lastlayer.info_nce`.
+            process_group: as in :func:`lastlayer.info_nce`.
         """
         self._check(keys, groups)
         check_gather(gather, process_group)
@@ -113,11 +112,10 @@ class NegativeQueue(torch.nn.Module):
         self._move((self._next + kept) % self.size, count, groups is not None)
 
     def clear(self) -> None:
-        """Forget all keys."""
+        """Remove all keys."""
         self._move(0, 0, False)
 
     def extra_repr(self) -> str:
-        """What it was made with, and how full it is."""
         return f"{self.size}, {self.dim}, held={self._count}"
 
     def _move(self, following: int, count: int, grouped: bool) -> None:
@@ -137,8 +135,8 @@ class NegativeQueue(torch.nn.Module):
         if self._count and keys.shape[0] and (groups is not None) != self._grouped:
             expected, got = ("groups", "None") if self._grouped else ("None", "groups")
             raise ValueError(
-                f"groups: expected {expected}, as for the keys that are held, got {got}; clear() "
-                "the queue to change"
+                f"groups: expected {expected}, as for the keys in the queue, got {got}; call "
+                "clear() first"
             )
 
 

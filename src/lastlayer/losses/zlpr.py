@@ -1,4 +1,4 @@
-"""ZLPR, the softmax and cross entropy of several right answers."""
+"""ZLPR: softmax and cross entropy generalised to several labels per row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,37 +20,38 @@ from lastlayer.losses._module import LossModule
 def zlpr_loss(
     scores: Tensor, target: Tensor, *, mask: Tensor | None = None, reduction: str = "mean"
 ) -> Tensor:
-    r"""Zero-bounded log-sum-exp and pairwise rank-based loss: positives above 0, others below.
+    r"""Zero-bounded log-sum-exp & pairwise rank-based loss: positives above 0, negatives below.
 
     .. math:: L(s, t) = \log\Bigl(1 + \sum_i (1 - t_i)\,e^{s_i}\Bigr)
               + \log\Bigl(1 + \sum_i t_i\,e^{-s_i}\Bigr)
 
-    For labels 0 and 1 the first sum is over the negatives and the second over the positives, as in
-    a softmax in which 0 is the score to beat: the gradient of a class is its share of a sum, so
-    that a million easy negatives do not outweigh one positive, as they do in a sum of binary cross
-    entropies. With one class it *is* the binary cross entropy. Predict with ``scores > 0``.
+    For labels 0 and 1 the first sum is over the negatives and the second over the positives. Each
+    term is the cross entropy of a softmax in which the 1 is a class with score 0: the gradient of a
+    class is its share of the sum, so that a million easy negatives do not outweigh one positive, as
+    they do in a sum of binary cross entropies. With one class it *is* the binary cross entropy.
+    Predict with ``scores > 0``.
 
-    The limits are exact, and no label is clipped: 0 leaves the sum of positives, 1 leaves that of
-    negatives, and a class that the mask leaves out is in neither, whatever its score (-1e12, -inf,
-    NaN) and label. Without positives the second term is log 1. A score of -inf counts where it is
-    not masked: nothing for a label of 0, and a loss of +inf for any other.
+    The limits are exact, and labels are never clipped: a label of 0 is not in the sum of positives,
+    a label of 1 is not in the sum of negatives, and a masked class is in neither, whatever its
+    score (-1e12, -inf, NaN) and label. Without positives the second term is log 1. An unmasked
+    score of -inf adds nothing for a label of 0, and gives a loss of +inf for any other label.
 
-    For soft labels the minimum is at :math:`\sigma(2 s_i) = t_i`; see
-    :func:`lastlayer.zlpr_probability` for what that says of hard labels: nothing.
+    For soft labels the minimum is at :math:`\sigma(2 s_i) = t_i`. This does not hold for hard
+    labels, see :func:`lastlayer.zlpr_probability`.
 
-    Choose it where positives are few among many classes; see :func:`lastlayer.asymmetric_loss` and
-    :func:`lastlayer.bce_loss` for others.
+    Choose it for few positives among many classes; :func:`lastlayer.asymmetric_loss` and
+    :func:`lastlayer.bce_loss` are alternatives.
 
     Cost: scores and labels are read once in forward and once in backward, which writes the
-    gradient; nothing of their size is held in between. (Rows with a score beyond 60 on the wrong
+    gradient; nothing of their size is stored in between. (Rows with a score beyond 60 on the wrong
     side are read three times on CUDA.)
 
     Args:
         scores: ``(*batch, n)``.
         target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1]. A floating
-            target gets a gradient where it wants one.
-        mask: bool that broadcasts to ``scores``, True for classes that count.
-        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
+            target gets a gradient if it requires one.
+        mask: bool that broadcasts to ``scores``; False masks a class out.
+        reduction: "mean" over rows with at least one unmasked class (0 if there are none), "sum" or
             "none" for the loss of each row.
 
     Returns:
@@ -84,10 +85,10 @@ def zlpr_loss_from_indices(
     ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    r""":func:`lastlayer.zlpr_loss` from lists of positives, without a target of n labels per row.
+    r""":func:`lastlayer.zlpr_loss` from lists of positives, without a dense target.
 
-    Lists are padded, ``(*batch, m)``, or in CSR: all lists one after the other, and where each
-    starts. A class that is listed twice counts once. No class serves as padding.
+    Lists are padded, ``(*batch, m)``, or in CSR format: all lists concatenated, with their offsets.
+    A class that is listed twice counts once. No class is reserved for padding.
 
     Soft labels need no dense target either. Listed classes have the label in ``values``, all others
     the label ``label_smoothing``, :math:`\varepsilon`:
@@ -97,25 +98,25 @@ def zlpr_loss_from_indices(
               + \log\Bigl(1 + \varepsilon \sum_{i \notin P} e^{-s_i}
               + \sum_{i \in P} v_i\,e^{-s_i}\Bigr)
 
-    Listed classes are left out of the sums over the others; nothing is added and then subtracted,
-    which would lose all digits once a positive leads.
+    Listed classes are skipped in the sums over the others. Subtracting them from a sum over all
+    classes would lose all digits once a positive leads.
 
-    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA; soft labels need a sort of
-    the lists. Where ``values`` need a gradient, and for second derivatives, a dense target is made.
+    Cost: as :func:`lastlayer.zlpr_loss`, with one bit per label on CUDA; soft labels need a sort of
+    the lists. If ``values`` need a gradient, and for second derivatives, a dense target is built.
 
     Args:
         scores: ``(*batch, n)``.
         positives: class ids of any integer dtype: ``(*batch, m)``, padded with ``ignore_index``; or
             ``(k,)`` with offsets.
-        offsets: integers ``(rows + 1,)``, from 0 to k: row r, counted over all batch dimensions,
-            has ``positives[offsets[r] : offsets[r + 1]]``.
-        values: labels of the listed classes, floating in [0, 1], of the shape of ``positives``;
-            of a class that is listed twice the first counts. Without them ``1 - label_smoothing``.
+        offsets: integers ``(rows + 1,)``, from 0 to k: the positives of row r, over the flattened
+            batch dimensions, are ``positives[offsets[r] : offsets[r + 1]]``.
+        values: labels of the listed classes, floating in [0, 1], of the shape of ``positives``; for
+            a class that is listed twice the first counts. By default ``1 - label_smoothing``.
         label_smoothing: the label of all other classes, from 0 to below 1/2.
-        mask: bool that broadcasts to ``scores``, True for classes that count.
-        ignore_index: the id that pads; None where nothing is padding.
-        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
-            "none". A row without positives counts.
+        mask: bool that broadcasts to ``scores``; False masks a class out.
+        ignore_index: the padding id; None without padding.
+        reduction: "mean" over rows with at least one unmasked class (0 if there are none), "sum" or
+            "none". Rows without positives count.
 
     Returns:
         The loss in float32, or in float64 from float64 scores.
@@ -139,7 +140,7 @@ def zlpr_loss_from_indices(
     options = ignore_index, label_smoothing
     listed, offsets, _ = check_lists(scores, n, positives, offsets, values, *options, "scores")
     if values is None and not label_smoothing:
-        # Labels of 0 and 1 need no order.
+        # For labels 0 and 1 the lists need no sort.
         if ignore_index is not None and ignore_index >= 0:
             listed = listed.masked_fill(listed == ignore_index, -1)
         classes, rows, starts, labels = listed, None, offsets, None
@@ -158,7 +159,7 @@ def zlpr_loss_from_indices(
 
 
 def _reference_loss(scores: Tensor, target: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """By torch operations alone: for a target with a gradient, and transforms of ``torch.func``."""
+    """In torch operations: for targets that need a gradient, and transforms of ``torch.func``."""
     mask = None if mask is None else mask.expand(scores.shape)
     losses, _, counts = reference.losses_of(scores, target, mask)
     return reduced(losses, None if mask is None else counts, reduction)
@@ -167,9 +168,8 @@ def _reference_loss(scores: Tensor, target: Tensor, mask: Tensor | None, reducti
 class _ZLPR(LabelEngine):
     """Operands: scores; a dense target, or classes, rows, starts and values of lists; a mask.
 
-    Lists are as the kernels take them.
-
-    Forward leaves four numbers per row, from which backward makes the gradient.
+    Lists have the format of the kernels. Forward keeps four numbers per row, from which backward
+    computes the gradient.
     """
 
     name = "zlpr_loss"
@@ -179,12 +179,12 @@ class _ZLPR(LabelEngine):
     statistics_per_row = 4
 
     def losses(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:
-        made: tuple[Tensor, Tensor, Tensor] = kernels.zlpr.forward("auto", *_arguments(call))
-        return made
+        result: tuple[Tensor, Tensor, Tensor] = kernels.zlpr.forward("auto", *_arguments(call))
+        return result
 
     def gradient(self, call: Call, pieces: Sequence[Any], factor: Tensor) -> Tensor:
-        made: Tensor = kernels.zlpr.backward("auto", *_arguments(call), pieces[0], factor)
-        return made
+        gradient: Tensor = kernels.zlpr.backward("auto", *_arguments(call), pieces[0], factor)
+        return gradient
 
     def slope(self, call: Call) -> Tensor:
         rows, target, lists, values, mask, smoothing = _arguments(call)
@@ -205,19 +205,19 @@ def _lists(*lists: Tensor | None) -> list[Tensor]:
 
 
 def zlpr_probability(scores: Tensor) -> Tensor:
-    r"""The soft label at which :func:`lastlayer.zlpr_loss` is least: :math:`\sigma(2s)`.
+    r"""Soft labels from scores trained with :func:`lastlayer.zlpr_loss`: :math:`\sigma(2s)`.
 
-    **For soft labels** it is what was learned: each term of the gradient vanishes where
+    **For soft labels** these are the learned labels: each term of the gradient is 0 for
     :math:`t_i e^{-s_i} = (1 - t_i) e^{s_i}`, that is :math:`t_i = \sigma(2 s_i)`, whatever the
     other classes are.
 
-    **For hard labels, 0 and 1, it is no probability.** The expected loss then depends on which
-    labels come together, and no formula of one score gives back the frequency of a label. With one
-    class the probability is :math:`\sigma(s)`; with independent labels it lies between that and
-    :math:`\sigma(2s)`; where exactly one of four labels is right with probabilities (.5, .3, .15,
-    .05), :math:`\sigma(2s)` is (.61, .26, .09, .01). Even ``s > 0`` and ``p > 0.5`` may differ
-    where labels are correlated. :class:`lastlayer.ZLPRCalibrator` fits probabilities and thresholds
-    to held-out data.
+    **For hard labels, 0 and 1, it is not a probability.** The minimum of the expected loss then
+    depends on which labels occur together, and no function of one score gives the frequency of a
+    label. With one class the probability is :math:`\sigma(s)`; with independent labels it is
+    between that and :math:`\sigma(2s)`; if exactly one of four labels is right, with probabilities
+    (.5, .3, .15, .05), :math:`\sigma(2s)` is (.61, .26, .09, .01). Even ``s > 0`` and ``p > 0.5``
+    may differ for correlated labels. :class:`lastlayer.ZLPRCalibrator` fits probabilities and
+    thresholds to held-out data.
 
     Args:
         scores: any floating dtype and shape.
@@ -233,7 +233,7 @@ def zlpr_probability(scores: Tensor) -> Tensor:
         Su, spaces.ac.cn/archives/9064.
     """
     check_scores(scores, at_least_1d=False)
-    # Beyond the range of float16 a doubled score is infinite, which is right here.
+    # A doubled score may overflow float16 to infinity, whose sigmoid is the right result.
     doubled = 2.0 * scores
     return torch.sigmoid(doubled) if doubled.requires_grad else doubled.sigmoid_()
 

@@ -1,4 +1,4 @@
-"""Scores to probabilities, most of which may be exactly zero."""
+"""Sparse replacements of softmax: maps from scores (logits) to probabilities."""
 
 from lastlayer.maps.entmax import Entmax, entmax
 from lastlayer.maps.sparsemax import Sparsemax, sparsemax

@@ -1,4 +1,4 @@
-"""What the maps share: rows of a user's arguments, and backward on the support to any order."""
+"""Shared by all maps: arguments as rows, and autograd functions differentiable to any order."""
 
 import math
 from typing import Any
@@ -25,8 +25,8 @@ def as_rows(scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
 
 
 def from_rows(rows: Tensor, dim: int) -> Tensor:
-    """Rows with their last dimension put back to ``dim``."""
-    # Even a view that changes nothing costs host time, and again in backward.
+    """Moves the last dimension back to ``dim``."""
+    # Even a view that changes nothing costs host time, in forward and in backward.
     return rows if dim in (-1, rows.dim() - 1) else rows.movedim(-1, dim)
 
 
@@ -65,20 +65,20 @@ def entmax_jacobian_product(
 
 
 def _forward(impl: Impl, scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    made: Tensor
+    probs: Tensor
     if not scores.is_contiguous() and _are_columns(impl, scores):
         from lastlayer.kernels.entmax import cpu as kernel
 
-        made = kernel.forward_columns(scores, alpha, row_alpha)
+        probs = kernel.forward_columns(scores, alpha, row_alpha)
     else:
-        made = kernels.entmax.forward(impl, scores, alpha, row_alpha)
-    return made
+        probs = kernels.entmax.forward(impl, scores, alpha, row_alpha)
+    return probs
 
 
 def _backward(
     impl: Impl, probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
 ) -> Tensor:
-    made: Tensor
+    product: Tensor
     if (
         not probs.is_contiguous()
         and probs.dtype == grad.dtype
@@ -87,16 +87,16 @@ def _backward(
     ):
         from lastlayer.kernels.entmax import cpu as kernel
 
-        made = kernel.backward_columns(probs, grad, alpha, row_alpha)
+        product = kernel.backward_columns(probs, grad, alpha, row_alpha)
     else:
-        made = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
-    return made
+        product = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
+    return product
 
 
 def _are_columns(impl: Impl, rows: Tensor) -> bool:
-    """Whether rows are columns in memory, as where ``dim`` is 0, and the CPU kernel takes them so.
+    """Whether rows are columns in memory, as for ``dim=0``, and the CPU kernel can read them so.
 
-    An operation of torch would have to return rows that are contiguous: only plain eager calls.
+    Only in eager mode: the registered operation has to return contiguous rows.
     """
     return (
         impl in ("auto", "cpu")
@@ -109,15 +109,15 @@ def _are_columns(impl: Impl, rows: Tensor) -> bool:
 
 
 def _alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
-    """The gradient of each row's alpha, differentiable."""
+    """The gradient of each row's alpha; differentiable."""
     slope = alpha_slope(probs, row_alpha)
-    # Outside of the support the gradient does not count, whatever it is.
+    # Outside the support the gradient has no effect, even if it is infinite or NaN.
     inside = torch.where(probs != 0, grad.to(slope.dtype), 0.0)
     return (slope * inside).sum(-1).to(row_alpha.dtype)
 
 
 def _needs_no_graph(*tensors: Tensor | None) -> bool:
-    """Whether an operation can be called directly, which costs the host a fraction."""
+    """Whether the kernel can be called without autograd, which costs much less host time."""
     if transforms_are_active():
         return False
     if torch.is_grad_enabled():
@@ -128,10 +128,10 @@ def _needs_no_graph(*tensors: Tensor | None) -> bool:
 
 
 def _eager_apply(function: type[torch.autograd.Function]) -> Any:
-    """``apply`` of the same Function with ``forward`` and ``setup_context`` in one.
+    """``apply`` of the same Function with ``forward`` and ``setup_context`` combined.
 
-    Transforms need two methods, but then torch inspects the signature of ``forward`` at every
-    call, which costs the host more than launching a kernel.
+    Transforms of ``torch.func`` need two separate methods, but then torch inspects the signature of
+    ``forward`` at every call, which costs more host time than a kernel launch.
     """
 
     class Eager(torch.autograd.Function):
@@ -148,7 +148,7 @@ def _eager_apply(function: type[torch.autograd.Function]) -> Any:
 
 
 def batch_first(size: int, in_dims: tuple[int | None, ...], *tensors: Any) -> tuple[Any, ...]:
-    """For vmap: each tensor with the mapped dimension in front, expanded where it had none."""
+    """For vmap: moves the mapped dimension of each tensor to the front; expands the others."""
     placed: list[Tensor | None] = []
     for tensor, in_dim in zip(tensors, in_dims, strict=False):
         if tensor is None:
@@ -177,8 +177,8 @@ class _Entmax(torch.autograd.Function):
             return None, None, None, None
         probs, row_alpha = ctx.saved_tensors
         if ctx.needs_input_grad[1] and _needs_no_graph(probs, grad, row_alpha):
-            made = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
-            return *made, None, None
+            gradients = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
+            return *gradients, None, None
         grad_scores = grad_row_alpha = None
         if ctx.needs_input_grad[0]:
             grad_scores = entmax_jacobian_product(probs, grad, row_alpha, ctx.alpha, ctx.impl)
@@ -213,8 +213,9 @@ class _EntmaxJacobianProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_grad = entmax_jacobian_product(probs, upstream, row_alpha, ctx.alpha, ctx.impl)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
-            # With s = p**(2 - alpha) and bars for s-weighted means over the row, the product
-            # <upstream, J grad> has the derivative (upstream - bar)(grad - bar) by each s.
+            # Let s = p**(2 - alpha), and let bar(x) be the s-weighted mean of x over the row. The
+            # derivative of <upstream, J grad> with respect to each s is
+            # (upstream - bar(upstream)) (grad - bar(grad)).
             alpha = ctx.alpha if row_alpha is None else row_alpha.unsqueeze(-1)
             support = probs != 0
             inside = torch.where(support, probs, 1.0)
@@ -251,7 +252,7 @@ class _TopKSoftmax(torch.autograd.Function):
         if grad is None:
             return None, None, None
         (probs,) = ctx.saved_tensors
-        # On its support this is a softmax, and softmax is entmax at alpha = 1.
+        # On its support this is softmax, which is entmax at alpha = 1.
         return entmax_jacobian_product(probs, grad, None, 1.0, ctx.impl), None, None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""alpha-entmax: the family from softmax (alpha 1) through sparsemax (alpha 2) and beyond."""
+"""alpha-entmax: a family of maps with softmax (alpha = 1) and sparsemax (alpha = 2)."""
 
 import math
 
@@ -23,26 +23,27 @@ def entmax(
     .. math:: p_i = \max\bigl((\alpha - 1)\theta_i - \tau, 0\bigr)^{1/(\alpha-1)},
               \qquad \textstyle\sum_i p_i = 1
 
-    alpha = 1 is softmax, 2 is sparsemax; between them the probabilities are sparse, but fade to
-    zero smoothly. The threshold is solved to convergence for every alpha, by Newton's method with
-    a last step that is taken on the probabilities themselves.
+    alpha = 1 is softmax, 2 is sparsemax; between them the probabilities are sparse, but approach
+    zero smoothly. The threshold is solved to convergence for every alpha, by Newton's method whose
+    last step is taken on the probabilities themselves.
 
-    Choose 1.5 as the all-round sparse replacement of softmax, and a learnable alpha where each
-    attention head should find its own sparsity.
+    Choose 1.5 as a general sparse replacement of softmax, and a learnable alpha if each attention
+    head should learn its own sparsity.
 
-    Cost: one read and one write of the scores for alpha 1.5 and 2; other alphas do an exp and a
-    log per candidate and iteration. Backward reads the gradient on the support only.
+    Cost: for alpha 1.5 and 2 scores are read once and probabilities written once; other alphas
+    also take an exp and a log per candidate and iteration. Backward reads the gradient on the
+    support only.
 
     Args:
-        scores: any floating dtype and shape; -inf is a legal mask.
+        scores: any floating dtype and shape; -inf masks a class out.
         alpha: a number of at least 1, or a floating tensor that broadcasts to ``scores`` with
-            size 1 at ``dim`` (so 0-dimensional, or say ``(heads, 1, 1)``); it gets a gradient.
-        dim: the dimension that sums to 1.
+            size 1 at ``dim`` (0-dimensional or ``(heads, 1, 1)``, for example); it gets a gradient.
+        dim: the dimension along which probabilities sum to 1.
         mask: bool, broadcasting to ``scores``, True where a class is allowed.
-        impl: "auto", or the implementation to force: "reference", "triton" or "cpu".
+        impl: "auto", or a specific implementation: "reference", "triton" or "cpu".
 
     Returns:
-        Probabilities of the shape and dtype of ``scores``. A row with nothing allowed is all
+        Probabilities of the shape and dtype of ``scores``. A fully masked row is all
         zeros; a row with a NaN or +inf is all NaN.
 
     Example:
@@ -73,13 +74,13 @@ def entmax(
 class Entmax(torch.nn.Module):
     """:func:`lastlayer.entmax` as a module, with an alpha that can be learned.
 
-    A learned alpha is kept as ``log(alpha - 1)``, so no optimiser step can bring it to 1 or below.
+    A learned alpha is stored as ``log(alpha - 1)``, so no optimiser step can make it 1 or less.
 
     Args:
-        alpha: at least 1; above 1 where it is learned. A tensor starts one alpha for each of its
-            entries, for example ``torch.full((heads, 1, 1), 1.5)``.
-        dim: the dimension that sums to 1.
-        learn_alpha: make alpha a parameter.
+        alpha: at least 1; above 1 if it is learned (this is then its initial value). A tensor has
+            one alpha per entry, for example ``torch.full((heads, 1, 1), 1.5)``.
+        dim: the dimension along which probabilities sum to 1.
+        learn_alpha: whether alpha is a parameter.
 
     Example:
         >>> head_wise = Entmax(torch.full((8, 1, 1), 1.5), learn_alpha=True)
@@ -99,7 +100,7 @@ class Entmax(torch.nn.Module):
         if learn_alpha:
             if bool((start <= 1.0).any()):
                 raise ValueError(
-                    f"alpha: expected more than 1 where it is learned, got {alpha}; start at 1.5"
+                    f"alpha: expected more than 1 with learn_alpha=True, got {alpha}; start at 1.5"
                 )
             self.log_excess = torch.nn.Parameter(torch.log(start - 1.0))
         elif isinstance(alpha, Tensor):
@@ -109,7 +110,7 @@ class Entmax(torch.nn.Module):
 
     @property
     def alpha(self) -> float | Tensor:
-        """A number, or a tensor where alpha is learned or was given as one."""
+        """The current alpha: a tensor if it is learned or was given as a tensor, else a number."""
         if self.learn_alpha:
             return 1.0 + self.log_excess.exp()
         return self.get_buffer("fixed_alpha") if self._alpha is None else self._alpha

@@ -10,30 +10,29 @@ from lastlayer.maps._function import as_rows, entmax_rows, from_rows
 def sparsemax(
     scores: Tensor, dim: int = -1, *, mask: Tensor | None = None, impl: Impl = "auto"
 ) -> Tensor:
-    r"""The point of the simplex nearest to the scores; most probabilities are exactly zero.
+    r"""Projects scores onto the probability simplex; most probabilities are exactly zero.
 
     .. math:: p_i = \max(\theta_i - \tau, 0), \qquad \textstyle\sum_i p_i = 1
 
-    The support is found exactly: only scores within 1 of the maximum can be in it. Adding a
-    constant to a row changes nothing; multiplying a row by a large number gives the argmax, by a
-    small one the uniform distribution.
+    The support (classes with a probability above 0) is exact; only scores within 1 of the maximum
+    can be in it. Adding a constant to a row changes nothing; multiplying a row by a large number
+    gives the argmax, by a small one the uniform distribution.
 
-    Choose it where a few classes should share the mass and the others should have none:
-    attention that can be read, multi-label prediction, mixtures of experts. Choose
-    :func:`lastlayer.entmax` at 1.5 where gradients should fade rather than stop at the edge of
-    the support.
+    Choose it to spread the probability over a few classes only: interpretable attention,
+    multi-label prediction, mixtures of experts. Choose :func:`lastlayer.entmax` at 1.5 if gradients
+    should fade rather than stop at the edge of the support.
 
-    Cost: one read and one write of the scores, O(n) per row; backward reads the probabilities,
-    and the gradient on the support only.
+    Cost: O(n) per row; scores are read once and probabilities written once. Backward reads the
+    probabilities, and the gradient on the support only.
 
     Args:
-        scores: any floating dtype and shape; -inf is a legal mask.
-        dim: the dimension that sums to 1.
+        scores: any floating dtype and shape; -inf masks a class out.
+        dim: the dimension along which probabilities sum to 1.
         mask: bool, broadcasting to ``scores``, True where a class is allowed.
-        impl: "auto", or the implementation to force: "reference", "triton" or "cpu".
+        impl: "auto", or a specific implementation: "reference", "triton" or "cpu".
 
     Returns:
-        Probabilities of the shape and dtype of ``scores``. A row with nothing allowed is all
+        Probabilities of the shape and dtype of ``scores``. A fully masked row is all
         zeros; a row with a NaN or +inf is all NaN.
 
     Example:
@@ -50,7 +49,7 @@ class Sparsemax(torch.nn.Module):
     """:func:`lastlayer.sparsemax` as a module.
 
     Args:
-        dim: the dimension that sums to 1.
+        dim: the dimension along which probabilities sum to 1.
     """
 
     def __init__(self, dim: int = -1) -> None:

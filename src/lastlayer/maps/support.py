@@ -1,4 +1,4 @@
-"""entmax in compact form: the non-zeros alone."""
+"""entmax in compact form: only the non-zero probabilities."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from lastlayer.maps._function import as_rows, batch_first, entmax_jacobian_produ
 
 
 class Support(NamedTuple):
-    """The non-zeros of each row, padded with probability 0 at class 0."""
+    """The non-zero probabilities of each row, padded with probability 0 at class 0."""
 
     values: Tensor
     """Probabilities, ``(*batch, max_support)``."""
     indices: Tensor
     """Their classes in ascending order, int64, ``(*batch, max_support)``."""
     size: Tensor
-    """How many non-zeros the row has, int64, ``(*batch)``."""
+    """Number of non-zeros of each row, int64, ``(*batch)``; may exceed ``max_support``."""
 
 
 def entmax_support(
@@ -32,29 +32,29 @@ def entmax_support(
     mask: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Support:
-    """The non-zeros of ``entmax(scores, alpha)`` over the last dimension, without the zeros.
+    """The non-zero probabilities of ``entmax(scores, alpha)`` over the last dimension, as lists.
 
-    The full row of probabilities is never written, which halves the traffic of a wide row, and a
-    weighted sum over the support needs only its few class vectors:
-    ``(values.unsqueeze(-1) * table[indices]).sum(-2)``. The values have a gradient.
+    The full row of probabilities is never written, which halves the memory traffic for a wide row,
+    and a weighted sum over the support reads only a few class vectors:
+    ``(values.unsqueeze(-1) * table[indices]).sum(-2)``. The values are differentiable.
 
-    Choose it where rows are wide and supports small: a vocabulary, a memory, an index. Choose
-    :func:`lastlayer.entmax` where the support may be as wide as the row.
+    Choose it for wide rows with small supports: a vocabulary, a memory, an index. Choose
+    :func:`lastlayer.entmax` if the support may be as wide as the row.
 
     Cost: one read of the scores and O(max_support) writes per row.
 
     Args:
-        scores: ``(*batch, n)``, any floating dtype; -inf is a legal mask.
-        alpha: as for :func:`lastlayer.entmax`; a tensor is used as it is and gets no gradient.
-        max_support: how many non-zeros there is room for. Larger supports are an error on a CPU;
-            on a GPU, where finding out would wait for the device, an error inside
-            ``lastlayer.debug()``, and otherwise told by ``size > max_support``, with the first
-            ``max_support`` non-zeros given.
+        scores: ``(*batch, n)``, any floating dtype; -inf masks a class out.
+        alpha: as for :func:`lastlayer.entmax`, but a tensor gets no gradient.
+        max_support: the maximum number of non-zeros per row. On a CPU a larger support raises an
+            error. On a GPU the check would wait for the device: it runs inside
+            ``lastlayer.debug()`` only. Otherwise the first ``max_support`` non-zeros are returned,
+            and ``size`` is larger than ``max_support``.
         mask: bool, broadcasting to ``scores``, True where a class is allowed.
-        impl: "auto", or the implementation to force: "reference", "triton" or "cpu".
+        impl: "auto", or a specific implementation: "reference", "triton" or "cpu".
 
     Returns:
-        A :class:`Support` of values, indices and size.
+        A :class:`Support`: values, indices and size.
 
     Example:
         >>> values, indices, size = entmax_support(torch.tensor([0.0, 2.0, 1.9, -3.0]), 2.0, 2)

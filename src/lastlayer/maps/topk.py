@@ -11,29 +11,30 @@ from lastlayer.maps._function import as_rows, from_rows, topk_softmax_rows
 def topk_softmax(
     scores: Tensor, k: int, dim: int = -1, *, mask: Tensor | None = None, impl: Impl = "auto"
 ) -> Tensor:
-    r"""Softmax over the k largest scores of each row; zero elsewhere.
+    r"""Softmax over the k largest scores of each row; all other probabilities are zero.
 
     .. math:: p_i = \frac{e^{\theta_i}}{\sum_{j \in \Omega_k} e^{\theta_j}}
               \quad (i \in \Omega_k), \qquad p_i = 0 \text{ otherwise}
 
-    where :math:`\Omega_k` holds the k largest scores. Of equal scores at the edge the first is
-    kept, so a row never has more than k non-zeros; k = n or more is the full softmax.
+    where :math:`\Omega_k` holds the k largest scores. Among scores tied at rank k the first
+    classes are kept, so that a row never has more than k non-zeros; with k = n or more it is the
+    full softmax.
 
-    Choose it where the number of survivors must be known in advance, as in routing and in
-    decoding. Unlike sparsemax it jumps when two scores change places at the edge.
+    Choose it if the number of non-zeros must be known in advance, as in routing and in decoding.
+    Unlike sparsemax it is not continuous: it jumps when the k-th and the next score swap places.
 
-    Cost: one read and one write of the scores plus the search for the k-th largest; backward
-    reads the gradient on the support only.
+    Cost: scores are read once and probabilities written once, plus the search for the k-th largest
+    score; backward reads the gradient on the support only.
 
     Args:
-        scores: any floating dtype and shape; -inf is a legal mask.
-        k: how many classes keep a probability, at least 1.
-        dim: the dimension that sums to 1.
+        scores: any floating dtype and shape; -inf masks a class out.
+        k: the maximum number of non-zero probabilities, at least 1.
+        dim: the dimension along which probabilities sum to 1.
         mask: bool, broadcasting to ``scores``, True where a class is allowed.
-        impl: "auto", or the implementation to force: "reference", "triton" or "cpu".
+        impl: "auto", or a specific implementation: "reference", "triton" or "cpu".
 
     Returns:
-        Probabilities of the shape and dtype of ``scores``. A row with nothing allowed is all
+        Probabilities of the shape and dtype of ``scores``. A fully masked row is all
         zeros; a row with a NaN or +inf is all NaN.
 
     Example:
@@ -52,8 +53,8 @@ class TopKSoftmax(torch.nn.Module):
     """:func:`lastlayer.topk_softmax` as a module.
 
     Args:
-        k: how many classes keep a probability, at least 1.
-        dim: the dimension that sums to 1.
+        k: the maximum number of non-zero probabilities, at least 1.
+        dim: the dimension along which probabilities sum to 1.
     """
 
     def __init__(self, k: int, dim: int = -1) -> None:

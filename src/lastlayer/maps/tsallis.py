@@ -1,7 +1,7 @@
-"""The Tsallis entropies behind entmax, and what moves when alpha does.
+"""The Tsallis entropy behind entmax, and derivatives with respect to alpha.
 
-Written in ``excess = alpha - 1`` and in functions that have a limit at 0, so that nothing cancels
-as alpha goes to 1. The formulas are derived in kernels/entmax/README.md.
+The formulas use ``excess = alpha - 1`` and functions that have a limit at 0, so that no digits
+cancel as alpha goes to 1. They are derived in kernels/entmax/README.md.
 """
 
 import torch
@@ -12,18 +12,18 @@ from lastlayer.kernels.entmax import exp_remainder
 
 
 def tsallis_entropy(probs: Tensor, alpha: float | Tensor) -> Tensor:
-    r"""``H(p) = sum(p - p**alpha) / (alpha (alpha - 1))``, Shannon's at alpha = 1; per row."""
+    r"""``sum(p - p**alpha) / (alpha (alpha - 1))`` per row; the Shannon entropy at alpha = 1."""
     return _entropy_and_bend(probs, alpha)[0]
 
 
 def tsallis_entropy_alpha_slope(probs: Tensor, alpha: Tensor) -> Tensor:
-    """The derivative of :func:`tsallis_entropy` by alpha at fixed probabilities; per row."""
+    """Derivative of :func:`tsallis_entropy` with respect to alpha at fixed ``probs``, per row."""
     entropy, bend = _entropy_and_bend(probs, alpha)
     return -(entropy + bend) / alpha
 
 
 def alpha_slope(probs: Tensor, alpha: Tensor) -> Tensor:
-    """The derivative of ``entmax(scores, alpha)`` by alpha, from its value; shape of ``probs``."""
+    """Derivative of ``probs = entmax(scores, alpha)`` with respect to alpha, shape of ``probs``."""
     dtype = accumulation_dtype(probs.dtype)
     probs, excess = probs.to(dtype), alpha.to(dtype).unsqueeze(-1) - 1.0
     log_probs = _log_on_support(probs)
@@ -38,7 +38,10 @@ def alpha_slope(probs: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _entropy_and_bend(probs: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
-    """With f(x) = (exp(x) - 1) / x and its derivative at x = (alpha - 1) log(p)."""
+    """``-sum(p log(p) f(x)) / alpha``, which is the entropy, and ``sum(p log(p)**2 f'(x))``.
+
+    Here f(x) = (exp(x) - 1) / x and x = (alpha - 1) log(p).
+    """
     log_probs = _log_on_support(probs)
     x = ((alpha.unsqueeze(-1) if isinstance(alpha, Tensor) else alpha) - 1.0) * log_probs
     remainder = exp_remainder(x)

@@ -1,4 +1,4 @@
-"""Optimisers for tables of class vectors, of which a step touches a few rows."""
+"""Optimisers for row-sparse gradients: large tables of which a step changes a few rows."""
 
 from lastlayer.optim.row_adagrad import RowAdagrad
 from lastlayer.optim.row_adam import RowAdam

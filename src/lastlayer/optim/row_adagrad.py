@@ -1,4 +1,4 @@
-"""Adagrad with one sum per row."""
+"""Adagrad with one accumulator per row."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,36 +12,36 @@ from lastlayer.optim.rows import RowOptimizer
 
 
 class RowAdagrad(RowOptimizer):
-    r"""Adagrad with one sum per row, not one per number; it touches only rows with a gradient.
+    r"""Adagrad with one accumulator per row instead of one per element, for row-sparse gradients.
 
     .. math:: G_c \leftarrow G_c + \tfrac1d \lVert g_c\rVert^2, \qquad
               w_c \leftarrow (1 - \eta\lambda)\,w_c - \frac{\eta}{\sqrt{G_c} + \epsilon}\,g_c
 
-    for the rows c of a row-sparse gradient, such as heads with ``sparse=True`` make; all other rows
-    stay as they are, to the bit. A dense gradient is one of all rows. In a parameter of one
-    dimension, such as a bias, a row is a number, and the rule is that of Adagrad.
+    for the rows c of a row-sparse gradient, such as that of heads with ``sparse=True``; all other
+    rows stay unchanged, bit for bit. A dense gradient updates all rows. In a 1-dimensional
+    parameter, such as a bias, each row is one element, and the update is that of Adagrad.
 
-    Choose it for tables of class vectors so large that their optimiser has to be small: the sum
-    takes 4 bytes per row, where Adagrad takes as much as the table and Adam twice that. It is the
-    usual one for the embeddings of recommenders. As every Adagrad it slows rows down that are often
-    touched and keeps rare ones fast.
+    Choose it for tables of class vectors so large that the optimiser state has to be small: it
+    takes 4 bytes per row, where Adagrad takes as much memory as the table and Adam twice that. It
+    is the usual optimiser for the embeddings of recommenders. As in any Adagrad the effective
+    learning rate falls for frequently touched rows and stays high for rare ones.
 
-    ``torch.optim.Adagrad`` takes row-sparse gradients too and leaves other rows alone. It suffices
-    where there is memory for one sum per number and no weight decay is wanted, which it refuses
-    for sparse gradients.
+    ``torch.optim.Adagrad`` also takes row-sparse gradients and leaves other rows unchanged. It
+    suffices if there is memory for one accumulator per element and no weight decay is wanted, which
+    it does not support for sparse gradients.
 
-    Cost: a step reads the gradient and reads and writes the touched rows once, in one kernel. A
-    gradient that is not coalesced is sorted before, and what belongs to a row is added up in
-    float32; on a GPU nothing waits for that, and a step can be captured in a CUDA graph. Sums are
-    float32 (float64 for float64), also for parameters in half precision, which are rounded once per
-    step.
+    Cost: a step reads the gradient once, and reads and writes the touched rows once, in one kernel.
+    A gradient that is not coalesced is sorted first, and the entries of a row are summed in
+    float32; on a GPU this needs no host sync, and a step can be captured in a CUDA graph.
+    Accumulators are float32 (float64 for float64 parameters). Half-precision parameters are rounded
+    once per step.
 
     Args:
-        params: parameters, or groups of them with options of their own.
-        lr: :math:`\eta`, the learning rate.
-        weight_decay: :math:`\lambda`, decoupled from the gradient as in AdamW, for touched rows
-            alone: a row decays as often as it is touched.
-        initial_accumulator_value: :math:`G` at the start.
+        params: parameters, or parameter groups.
+        lr: the learning rate, :math:`\eta`.
+        weight_decay: :math:`\lambda`, decoupled from the gradient as in AdamW. A row decays only in
+            steps that touch it.
+        initial_accumulator_value: initial value of :math:`G`.
         eps: :math:`\epsilon`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Adam whose moments move with the touched rows alone."""
+"""Adam that updates only the rows that have a gradient."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ MISSED = ("skip", "decay")
 
 
 class RowAdam(RowOptimizer):
-    r"""Adam that touches the rows of a gradient alone, with a clock for each row.
+    r"""Adam for row-sparse gradients: updates only touched rows, with a step count for each row.
 
     .. math::
         m \leftarrow \beta_1^{\Delta} m + (1 - \beta_1)\,g, \qquad
@@ -23,45 +23,44 @@ class RowAdam(RowOptimizer):
         w \leftarrow (1 - \eta\lambda)\,w -
         \eta\,\frac{m / (1 - \beta_1^{t})}{\sqrt{v / (1 - \beta_2^{t})} + \epsilon}
 
-    for the rows of a row-sparse gradient, such as heads with ``sparse=True`` make; all other rows,
-    their moments included, stay as they are, to the bit. The steps that a row has missed, because
-    the gradient did not have it, are treated by one of two rules:
+    for the rows of a row-sparse gradient, such as that of heads with ``sparse=True``; all other
+    rows and their moments stay unchanged, bit for bit. ``missed`` says how steps count in which a
+    row has no gradient:
 
-    * ``missed="skip"``: they were none of its steps. :math:`\Delta = 1`, and t counts the steps of
-      the row itself: each row moves exactly as ``torch.optim.AdamW`` would move it over the steps
-      that touched it. The first step of a row has the length of the learning rate, whenever it
-      comes.
-    * ``missed="decay"``: its gradient was 0 in them. :math:`\Delta` is how many steps ago the row
-      was last touched, and t counts the steps of the run: moments are exactly those of Adam with
-      dense gradients. Of its moves those in missed steps are left out, in which Adam goes on along
-      an old mean. A row that comes after a long time moves
-      :math:`(1-\beta_1)/\sqrt{1-\beta_2}` times as far, 3.2 learning rates with the usual betas.
+    * ``missed="skip"``: missed steps do not count. :math:`\Delta = 1`, and t counts the steps that
+      touched the row: each row is updated exactly as by ``torch.optim.AdamW`` in these steps. The
+      first update of a row has the size of the learning rate, however late it is.
+    * ``missed="decay"``: missed steps count as steps with gradient 0. :math:`\Delta` is the number
+      of steps since the row was last touched, and t counts all steps: moments are exactly those of
+      Adam with dense gradients. Only the updates in missed steps are left out, in which Adam would
+      move the row by its old mean. A row that is touched after a long time moves
+      :math:`(1-\beta_1)/\sqrt{1-\beta_2}` times as far: 3.2 learning rates with the default betas.
 
-    A dense gradient is one of all rows: a parameter that always has one is trained as by
-    ``torch.optim.AdamW``, so that one optimiser serves a whole model.
+    A dense gradient updates all rows, as ``torch.optim.AdamW`` does, so that one optimiser serves a
+    whole model.
 
-    Choose it for class vectors and embeddings where Adagrad is too slow in the long run. It keeps
-    two moments per number; :class:`RowAdagrad` keeps one number per row.
+    Choose it for class vectors and embeddings if Adagrad becomes too slow late in training. It
+    stores two moments per element; :class:`RowAdagrad` stores one number per row.
 
-    ``torch.optim.SparseAdam`` also moves touched rows alone and suffices where all parameters have
-    sparse gradients, which it insists on, and all rows come often. Its moments skip missed steps
-    while its t counts those of the run, so that a row that first comes late in a run moves 3.2
+    ``torch.optim.SparseAdam`` also updates touched rows only. It suffices if all parameters have
+    sparse gradients, which it requires, and all rows are touched often. Its moments skip missed
+    steps while its t counts all steps, so that a row first touched late in training moves 3.2
     learning rates; it has no weight decay.
 
-    Cost: a step reads the gradient and reads and writes the touched rows and their moments once, in
-    one kernel. A gradient that is not coalesced is sorted before, and what belongs to a row is
-    added up in float32; on a GPU nothing waits for that, and a step can be captured in a CUDA
-    graph. Moments are float32 (float64 for float64), also for parameters in half precision, which
-    are rounded once per step; a clock takes 4 bytes per row.
+    Cost: a step reads the gradient once, and reads and writes the touched rows and their moments
+    once, in one kernel. A gradient that is not coalesced is sorted first, and the entries of a row
+    are summed in float32; on a GPU this needs no host sync, and a step can be captured in a CUDA
+    graph. Moments are float32 (float64 for float64 parameters). Half-precision parameters are
+    rounded once per step. The step counts take 4 bytes per row.
 
     Args:
-        params: parameters, or groups of them with options of their own.
-        lr: :math:`\eta`, the learning rate.
+        params: parameters, or parameter groups.
+        lr: the learning rate, :math:`\eta`.
         betas: :math:`\beta_1` and :math:`\beta_2`.
         eps: :math:`\epsilon`.
-        weight_decay: :math:`\lambda`, decoupled from the gradient as in AdamW, for touched rows
-            alone: a row decays as often as it is touched.
-        missed: what becomes of the steps that a row has missed, "skip" or "decay".
+        weight_decay: :math:`\lambda`, decoupled from the gradient as in AdamW. A row decays only in
+            steps that touch it.
+        missed: how steps count in which a row has no gradient, "skip" or "decay".
 
     Example:
         >>> import torch
@@ -97,8 +96,8 @@ class RowAdam(RowOptimizer):
         super().__init__(params, options)
 
     def _fresh_state(self, parameter: Tensor, _group: dict[str, Any]) -> dict[str, Tensor]:
-        # Moments are contiguous, since kernels find those of a row by its number; the step is on
-        # the device of the parameter, so that nothing waits for it.
+        # Moments are contiguous, since kernels index them by row. The step count is on the device
+        # of the parameter, so that it needs no host sync.
         dtype, layout = accumulation_dtype(parameter.dtype), torch.contiguous_format
         moment = torch.zeros_like(parameter, dtype=dtype, memory_format=layout)
         return {

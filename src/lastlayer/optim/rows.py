@@ -1,4 +1,4 @@
-"""What the row-wise optimisers share: the loop over parameters, and state that keeps its dtype."""
+"""Base class of the row-wise optimisers: the loop over parameters, and state with its own dtype."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -10,19 +10,19 @@ from torch.optim import Optimizer
 
 from lastlayer import kernels
 
-# Sorting half as many bytes takes half the time.
+# Up to this many rows ids are sorted as int32, which takes half the time of int64.
 _MOST_NARROW = 2**31 - 1
 
 
 class RowOptimizer(Optimizer):
-    """One rule for the rows of a sparse gradient, and for all rows of a dense one."""
+    """An optimiser that updates the rows of a sparse gradient, or all rows for a dense one."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._check_options(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group with options of its own; see :class:`torch.optim.Optimizer`."""
+        """Add a parameter group; see :class:`torch.optim.Optimizer`."""
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -32,13 +32,13 @@ class RowOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step on every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            closure: makes the loss and its gradients again, and returns the loss.
+            closure: recomputes the loss and its gradients, and returns the loss.
 
         Returns:
-            What the closure returned.
+            The return value of the closure, or None without one.
         """
         loss = None
         if closure is not None:
@@ -55,7 +55,7 @@ class RowOptimizer(Optimizer):
         self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], slots: "_Slots"
     ) -> None:
         if not parameter.is_floating_point():
-            raise TypeError(f"params: expected floating parameters, got {parameter.dtype}")
+            raise TypeError(f"params: expected floating-point parameters, got {parameter.dtype}")
         state = self.state[parameter]
         if not state:
             state.update(self._fresh_state(parameter, group))
@@ -81,17 +81,18 @@ class RowOptimizer(Optimizer):
         state: dict[str, Tensor],
         group: dict[str, Any],
     ) -> None:
-        """Moves the rows ``ids``, whose gradients are ``gradient``, or all of them."""
+        """Updates the rows ``ids``, or all rows if it is None; ``gradient`` has their gradients."""
 
     @staticmethod
     @abstractmethod
     def _check_options(options: dict[str, Any]) -> None:
-        """Raises where an option of a group is not what it may be."""
+        """Raises an error if an option of a parameter group is invalid."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What ``state_dict()`` gave, on the devices of the parameters.
+        """Load the result of ``state_dict()``, onto the devices of the parameters.
 
-        Numbers keep their dtype: torch would round sums and clocks to that of the parameters.
+        The state keeps its dtype: torch would round accumulators and step counts to the dtype of
+        the parameters.
         """
         super().load_state_dict(state_dict)
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -102,7 +103,7 @@ class RowOptimizer(Optimizer):
 
 
 def _check_row_sparse(parameter: Tensor, gradient: Tensor) -> None:
-    """One sparse dimension, and a parameter whose rows lie together."""
+    """Checks that the gradient has one sparse dimension and the parameter is contiguous."""
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
         raise ValueError(
             "params: expected gradients that are dense, or torch.sparse_coo with one sparse "
@@ -110,22 +111,22 @@ def _check_row_sparse(parameter: Tensor, gradient: Tensor) -> None:
         )
     if not parameter.is_contiguous():
         raise ValueError(
-            "params: expected contiguous parameters where gradients are sparse, got strides "
+            "params: expected contiguous parameters for sparse gradients, got strides "
             f"{parameter.stride()} for shape {tuple(parameter.shape)}"
         )
 
 
 class _Slots:
-    """The row-sparse gradients of one step; a weight and its bias are sorted once."""
+    """Row-sparse gradients of one step. A weight and its bias share one sort of their row ids."""
 
     def __init__(self) -> None:
         self._sorted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def of(self, gradient: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Row ids, where those of the same row follow each other; the first has its whole gradient.
+        """Row ids ``(k,)`` and gradients ``(k, d)`` for a parameter ``rows`` ``(v, d)``.
 
-        Ids ``(k,)`` and gradients ``(k, d)`` for a parameter ``rows`` ``(v, d)``. On a GPU there is
-        a slot for each entry, so that nothing waits for how many rows there are.
+        Equal ids are adjacent, and the first of them has the whole gradient of the row. On a GPU k
+        is the number of entries, so that no host sync is needed for the number of distinct rows.
         """
         slotted = kernels.selected("touched_slots_", rows.device.type, rows.dtype) == "triton"
         if gradient.is_coalesced() or not slotted:
@@ -144,7 +145,7 @@ class _Slots:
         return keys, sums
 
     def _order(self, entries: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
-        # All gradients are there until the step is over: the same memory is the same ids.
+        # All gradients are alive during the step, so equal addresses mean equal ids.
         known = entries.data_ptr(), entries.shape[0]
         if known not in self._sorted:
             narrow = entries.int() if n_rows <= _MOST_NARROW else entries

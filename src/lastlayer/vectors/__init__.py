@@ -1,4 +1,4 @@
-"""Word vectors: skip-gram and CBOW with negative sampling, trees and the sampled softmax."""
+"""Word vectors (word2vec): skip-gram and CBOW, with three training objectives."""
 
 from lastlayer.vectors.corpus import Corpus, encode
 from lastlayer.vectors.table import Vectors

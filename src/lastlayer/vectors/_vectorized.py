@@ -1,11 +1,11 @@
-"""Products of a few rows with a few others, and sigmoids, as vector instructions inside Numba.
+"""Small products of gathered rows, and sigmoids, as vector instructions inside Numba.
 
-What a window of words needs is a matrix product whose sides are a handful of rows that lie anywhere
-in a table. BLAS costs more to call than such a product takes, and LLVM does not keep several
-sums in registers by itself. So the two loops are written as LLVM vectors of 64 bytes, for up to 8
-rows at a time; LLVM splits them where a machine has narrower ones.
+A window of words needs the matrix product of a few rows of one table with a few rows of another.
+Calling BLAS takes longer than such a product, and LLVM does not keep several sums in registers on
+its own. So the two loops are written with LLVM vectors of 64 bytes, for blocks of up to 8 rows;
+LLVM splits the vectors on machines with narrower ones.
 
-Rows are those of C-contiguous matrices whose width is a multiple of :data:`LANES_BYTES`.
+Matrices are C-contiguous, and the bytes of a row are a multiple of :data:`LANES_BYTES`.
 """
 
 import math
@@ -20,21 +20,21 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 LANES_BYTES = 64
-"""Rows are padded to a multiple of so many bytes."""
+"""Rows are padded to a multiple of this many bytes."""
 BLOCK = 8
-"""Rows that are taken at a time."""
+"""Maximum number of rows per block."""
 _LOG2E = np.float32(1.0 / math.log(2.0))
-# 2^x = sum of (x log 2)^k / k!; x is at most a half, and the next term below 1e-7.
+# Coefficients of 2^x = sum of (x log 2)^k / k! for |x| <= 1/2; the next term is below 1e-7.
 _P1, _P2, _P3, _P4, _P5, _P6 = (
     np.float32(math.log(2.0) ** k / math.factorial(k)) for k in range(1, 7)
 )
 _EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
-# Beyond these exp is no normal number, and the sigmoid is 0 or 1 in any case.
+# Beyond these exp is not a normal number, and the sigmoid is 0 or 1 after rounding.
 _MOST_32, _MOST_64 = np.float32(80.0), 700.0
 
 
 def exp(x):
-    """``exp(x)``, vectorised by LLVM in float32; x beyond the normal numbers is cut off."""
+    """``exp(x)``, vectorised by LLVM in float32; x is clamped so that the result is normal."""
     return np.exp(x)
 
 
@@ -64,7 +64,7 @@ def sigmoid(x):
 
 
 class _Code:
-    """Vectors of one dtype at places of arrays."""
+    """Builds LLVM code that loads, stores and combines vectors of one dtype."""
 
     def __init__(self, context: Any, builder: Any, dtype: Any) -> None:
         self.context, self.builder = context, builder
@@ -75,12 +75,12 @@ class _Code:
         self.zero = ir.Constant(self.vector, [0.0] * self.lanes)
 
     def start(self, kind: Any, array: Any, row: Any = None) -> tuple[Any, Any]:
-        """Where an array, or a row of it, begins; and how wide it is."""
-        made = self.context.make_array(kind)(self.context, self.builder, array)
-        width = self.builder.extract_value(made.shape, kind.ndim - 1)
+        """Pointer to an array, or to one of its rows; and the number of columns."""
+        struct = self.context.make_array(kind)(self.context, self.builder, array)
+        width = self.builder.extract_value(struct.shape, kind.ndim - 1)
         if row is None:
-            return made.data, width
-        return self.builder.gep(made.data, [self.builder.mul(row, width)]), width
+            return struct.data, width
+        return self.builder.gep(struct.data, [self.builder.mul(row, width)]), width
 
     def item(self, start: Any, at: Any, further: int = 0) -> Any:
         at = self.builder.add(at, ir.Constant(at.type, further))
@@ -111,7 +111,7 @@ class _Code:
         return self.builder.shuffle_vector(a, b, mask)
 
     def sums(self, vectors: list[Any]) -> Any:
-        """The sums of 8 vectors as one vector, in a third of the steps of one after the other."""
+        """The sums of 8 vectors as one vector, in a third of the steps of 8 separate sums."""
         width = self.lanes
         while len(vectors) > 1:
             half = width // 2
@@ -137,14 +137,14 @@ class _Code:
 
     @contextmanager
     def each(self, width: Any) -> Iterator[Any]:
-        """A loop over the vectors of a row."""
+        """A loop over the vectors of a row; yields the column."""
         lanes = ir.Constant(width.type, self.lanes)
         with cgutils.for_range(self.builder, self.builder.udiv(width, lanes)) as loop:
             yield self.builder.mul(loop.index, lanes)
 
     @contextmanager
     def by_count(self, count: Any) -> Iterator[Any]:
-        """Code for each number of rows from 1 to 8."""
+        """A switch with separate code for each number of rows from 1 to 8."""
         done = self.builder.append_basic_block("done")
         switch = self.builder.switch(count, done)
 
@@ -163,10 +163,10 @@ class _Code:
 @intrinsic
 def dots(_typing: Any, count: Any, y: Any, rows: Any, first: Any, n: Any, x: Any, x_rows: Any,
          copies: Any, out: Any, at: Any, step: Any) -> Any:  # fmt: skip
-    """Products of ``n`` rows of x with ``count`` rows of y, and copies of the former.
+    """Dot products of ``n`` rows of x with ``count`` rows of y, and copies of the rows of x.
 
-    For c below n, ``copies[c] = x[x_rows[c]]``, and ``out[at + c * step + k]`` is its product with
-    ``y[rows[first + k]]`` for k below ``count``, and 0 for other k below 8.
+    For each c < n: ``copies[c] = x[x_rows[c]]``, and ``out[at + c * step + k]`` is its dot product
+    with ``y[rows[first + k]]`` for k < ``count``, and 0 for other k < 8.
     """
     place = types.intp
     signature = types.void(place, y, rows, place, place, x, x_rows, copies, out, place, place)
@@ -200,9 +200,9 @@ def dots(_typing: Any, count: Any, y: Any, rows: Any, first: Any, n: Any, x: Any
 @intrinsic
 def add_rows(_typing: Any, count: Any, y: Any, rows: Any, first: Any, n: Any, x: Any, x_rows: Any,
              factors: Any, at: Any, step: Any, stride: Any) -> Any:  # fmt: skip
-    """Add to each of ``n`` rows of x ``count`` rows of y times their factors.
+    """Adds a weighted sum of ``count`` rows of y to each of ``n`` rows of x.
 
-    ``x[x_rows[c]]`` += the sum of ``factors[at + c * step + k * stride] * y[rows[first + k]]``.
+    ``x[x_rows[c]]`` += sum over k of ``factors[at + c * step + k * stride] * y[rows[first + k]]``.
     """
     place = types.intp
     signature = types.void(place, y, rows, place, place, x, x_rows, factors, place, place, place)
@@ -234,7 +234,7 @@ def add_rows(_typing: Any, count: Any, y: Any, rows: Any, first: Any, n: Any, x:
 
 @intrinsic
 def clear_row(_typing: Any, x: Any, i: Any) -> Any:
-    """``x[i] = 0``; an assignment in Numba takes as long as several products."""
+    """``x[i] = 0``. An assignment in Numba would take as long as several products."""
     signature = types.void(x, types.intp)
 
     def code(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -249,7 +249,7 @@ def clear_row(_typing: Any, x: Any, i: Any) -> Any:
 
 @intrinsic
 def prefetch_row(_typing: Any, x: Any, i: Any) -> Any:
-    """Ask for ``x[i]``, which is needed soon."""
+    """Prefetches ``x[i]``, which is needed soon."""
     signature = types.void(x, types.intp)
 
     def code(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -258,7 +258,7 @@ def prefetch_row(_typing: Any, x: Any, i: Any) -> Any:
         pointer, whole = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, whole, whole, whole])
         fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # To be written, too, into all caches; it is data.
+        # Arguments: read access, highest locality, data cache.
         how = [ir.Constant(whole, n) for n in (0, 3, 1)]
         with make.each(width) as column:
             builder.call(fetch, [builder.bitcast(builder.gep(start, [column]), pointer), *how])

@@ -1,18 +1,18 @@
 """The loop over the windows of a text, compiled by Numba and cached on disk.
 
-For a centre word, with reduced window b drawn from 1 to ``window``, the inputs x are the vectors of
-up to 2b kept words around it (skip-gram: each of them, CBOW: their mean), the outputs y those of a
-few rows: the word and its negatives, or the nodes on its path. One window is one step of gradient
-descent, with scores, factors and both updates as small matrix products::
+For a centre word, with a reduced window b drawn from 1 to ``window``, the inputs X are the vectors
+of up to 2b words around it that subsampling keeps (skip-gram: each of them, CBOW: their mean). The
+outputs Y are the vectors of the centre word and its negatives, or of the nodes on its path. One
+window is one step of gradient descent, with scores, factors and both updates as small matrix
+products::
 
     S = X Yᵀ        F = lr · −∂loss/∂S        X += F Y        Y += Fᵀ X
 
-with the old X and Y on the right of both. A word that is twice in a window gets both updates, and a
+Both updates use the old X and Y. A word that occurs twice in a window gets both updates, and a
 negative that was drawn twice is one output with weight 2.
 
-Every random decision is a function of seed, epoch and position in the text, and of nothing that
-came before: a text may be cut into jobs anywhere, also within a sentence. What is beyond the cut is
-read as context all the same.
+Every random decision is a function of seed, epoch and position in the text only. So a text may be
+cut into jobs anywhere, even within a sentence; words beyond a cut are still read as context.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from lastlayer.vectors._vectorized import (
 )
 
 NEGATIVE, SOFTMAX, PATHS, TREE = range(4)
-"""Objectives; PATHS is a binary tree with one path per word, TREE any other."""
+"""Objectives. PATHS is a binary tree with one path per word, TREE any other tree."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _A, _B, _C = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -41,12 +41,12 @@ _FAST = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 
 
 class Plan(NamedTuple):
-    """What all jobs share; arrays that the objective has no use for are empty."""
+    """Constant input of all jobs; arrays that the objective does not use are empty."""
 
     keep: NDArray[np.uint32]
-    """A position is kept where its random word is at most this."""
+    """Per word: a token is kept if its 32 random bits are at most this."""
     alias: NDArray[np.int64]
-    """The table of :class:`lastlayer.samplers.Unigram`."""
+    """The alias table of :class:`lastlayer.samplers.Unigram`."""
     log_q: NDArray[np.float64]
     """Log-probabilities of the negatives."""
     class_start: NDArray[np.int64]
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     path_node: NDArray[np.int32]
     path_position: NDArray[np.int32]
     node_row: NDArray[np.int64]
-    """The first row of a node; with one more for the end."""
+    """The first output row of each node, and the end of the last."""
     seed: np.uint64
     alias_bits: int
     objective: int
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
 @njit(nogil=True, inline="always")
 def _mix(z):
-    """A bijection of 64 bits: that of SplitMix64."""
+    """The bijection of 64-bit integers of SplitMix64."""
     z = (z ^ (z >> _A)) * _FIRST
     z = (z ^ (z >> _B)) * _SECOND
     return z ^ (z >> _C)
@@ -80,10 +80,10 @@ def _kept(word, random, keep):
 
 @njit(nogil=True)
 def _kept_words(tokens, start, stop, key, plan, word, place):
-    """The kept words of a job, at ``[window, last)``, and up to ``window`` more on either side.
+    """Writes the kept words of a job at ``[window, last)``, and up to ``window`` words around them.
 
-    -1 is the end of a sentence. Returns where the words before begin, ``last``, and where those
-    behind it end.
+    -1 is the end of a sentence. Returns the start of the words before, ``last``, and the end of the
+    words after.
     """
     begin = plan.window
     at = start - 1
@@ -112,7 +112,7 @@ def _kept_words(tokens, start, stop, key, plan, word, place):
 
 @njit(nogil=True)
 def _near(word, i, begin, end, here):
-    """The words from ``begin`` to ``end`` around the centre, of its sentence; how many."""
+    """Finds the words of ``[begin, end)`` in the sentence of the centre i; returns their number."""
     n = 0
     j = i - 1
     while j >= begin and word[j] >= 0:
@@ -129,7 +129,7 @@ def _near(word, i, begin, end, here):
 
 @njit(nogil=True, inline="always")
 def _drawn(r, plan):
-    """The negative that a random number of 64 bits chooses."""
+    """The negative chosen by 64 random bits."""
     column = r >> (_LONG - np.uint64(plan.alias_bits))
     entry = np.uint64(plan.alias[column])
     return np.int64(column if (r & _WORD) < (entry & _WORD) else entry >> _HALF)
@@ -137,9 +137,9 @@ def _drawn(r, plan):
 
 @njit(nogil=True)
 def _draw(centre, state, plan, rows, weight):
-    """The centre and its negatives as rows, each once, with how often it was drawn.
+    """Draws negatives: distinct rows, the centre first, and how often each was drawn.
 
-    A draw that hits the centre does not count. Returns how many rows there are, and the next state.
+    Draws equal to the centre are ignored. Returns the number of rows, and the next random state.
     """
     rows[0] = centre
     weight[0] = 1
@@ -162,7 +162,7 @@ def _draw(centre, state, plan, rows, weight):
 
 @njit(nogil=True)
 def _path(centre, plan, rows, label):
-    """The rows of all nodes on the paths of a word; how many."""
+    """Rows and labels of all nodes on the paths of a word; returns the number of rows."""
     n = 0
     first, stop = plan.class_start[centre], plan.class_start[centre + 1]
     for step in range(plan.path_start[first], plan.path_start[stop]):
@@ -178,8 +178,8 @@ def _path(centre, plan, rows, label):
 
 @njit(**_FAST)
 def _sigmoid_factors(scores, n_inputs, stride, label, weight, factors):
-    """Each output is a decision of its own."""
-    # In two loops, and the first in place: so LLVM vectorises both.
+    """Factors for binary cross entropies: each output is an independent decision."""
+    # Two loops, the first in place, so that LLVM vectorises both.
     for i in range(n_inputs * stride):
         scores[i] = sigmoid(scores[i])
     for at in range(0, n_inputs * stride, stride):
@@ -190,7 +190,7 @@ def _sigmoid_factors(scores, n_inputs, stride, label, weight, factors):
 
 @njit(**_FAST)
 def _softmax_factors(scores, n_inputs, stride, n, shift, rate, factors):
-    """One of the outputs is chosen, the first one; scores are shifted."""
+    """Factors for a softmax over ``scores + shift``, whose target is the first output."""
     for at in range(0, n_inputs * stride, stride):
         top = scores[at] + shift[0]
         for o in range(1, n):
@@ -206,7 +206,7 @@ def _softmax_factors(scores, n_inputs, stride, n, shift, rate, factors):
 
 @njit(**_FAST)
 def _tree_factors(scores, n_inputs, stride, centre, plan, label, rate, log_path, factors):
-    """A softmax at every node of every path; of several paths each as far as it is likely."""
+    """Factors for a softmax at each node; several paths are weighted by their probabilities."""
     first, stop = plan.class_start[centre], plan.class_start[centre + 1]
     for at in range(0, n_inputs * stride, stride):
         o = 0
@@ -251,7 +251,7 @@ def _tree_factors(scores, n_inputs, stride, centre, plan, label, rate, log_path,
 
 @njit(**_FAST)
 def _shifts(rows, n, plan, weight, shift):
-    """Logarithms of how many words each draw stands for, of which the centre is none."""
+    """Shifts of the sampled softmax: log of the number of words that each draw represents."""
     centre = rows[0]
     total = 0.0
     for o in range(1, n):
@@ -264,7 +264,7 @@ def _shifts(rows, n, plan, weight, shift):
 
 @njit(**_FAST)
 def _update(inputs, input_rows, copies, order, n_inputs, outputs, rows, n, stride, factors):
-    """Both products with the old rows: the inputs have been copied, the outputs are last."""
+    """Both updates, with the old rows: inputs were copied, and outputs are updated last."""
     for o in range(0, n, BLOCK):
         size = min(BLOCK, n - o)
         add_rows(size, outputs, rows, o, n_inputs, inputs, input_rows, factors, o, stride, 1)
@@ -275,7 +275,7 @@ def _update(inputs, input_rows, copies, order, n_inputs, outputs, rows, n, strid
 
 @njit(cache=True, **_FAST)
 def train_span(tokens, start, stop, epoch, rate, slope, inputs, outputs, copies, plan):
-    """The windows whose centres are at ``[start, stop)``; ``rate + slope * place`` is the rate."""
+    """Trains on centre words at ``[start, stop)``, with learning rate ``rate + slope * place``."""
     number = inputs.dtype.type
     most = 2 * plan.window
     stride = -(-plan.most_outputs // BLOCK) * BLOCK

@@ -1,4 +1,4 @@
-"""From sentences to word ids."""
+"""Turns sentences into word ids and a vocabulary."""
 
 from array import array
 from collections.abc import Iterable
@@ -14,21 +14,21 @@ class Corpus(NamedTuple):
     """A text as word ids."""
 
     tokens: NDArray[np.int32]
-    """All sentences one after the other; -1 ends a sentence."""
+    """Word ids of all sentences, concatenated; -1 ends a sentence."""
     words: tuple[str, ...]
     """The word of each id, the most frequent first."""
 
 
 def encode(sentences: Iterable[Iterable[str]], *, min_count: int = 5) -> Corpus:
-    """Word ids of sentences, and the vocabulary; rare words are left out.
+    """Turns sentences into word ids and a vocabulary; rare words are dropped.
 
-    Reads the sentences once, so that they may come from a generator, and keeps 4 bytes per word.
+    Sentences are read once, so that they may come from a generator, and take 4 bytes per word.
     ``numpy.save("text.npy", corpus.tokens)`` writes the ids to a file that
     ``numpy.load("text.npy", mmap_mode="r")`` maps into memory for :func:`lastlayer.vectors.train`.
 
     Args:
-        sentences: iterables of words.
-        min_count: words that occur less often are dropped; their neighbours move together.
+        sentences: an iterable of sentences, each an iterable of words.
+        min_count: words that occur less often are removed from the sentences.
 
     Example:
         >>> from lastlayer import vectors
@@ -44,9 +44,9 @@ def encode(sentences: Iterable[Iterable[str]], *, min_count: int = 5) -> Corpus:
     for number, sentence in enumerate(sentences):
         if isinstance(sentence, (str, bytes)) or not hasattr(sentence, "__iter__"):
             got = f"{type(sentence).__name__} at position {number}"
-            raise TypeError(_expected(f"{got}; give sentence.split()"))
+            raise TypeError(_expected(f"{got}; use sentence.split()"))
         for word in sentence:
-            # Asked of new words alone: what equals a str that was seen is one.
+            # Only new words are checked: whatever equals a known str is a valid word.
             known = ids.get(word)
             if known is None:
                 _check_word(word, number)
@@ -59,15 +59,15 @@ def encode(sentences: Iterable[Iterable[str]], *, min_count: int = 5) -> Corpus:
     if len(order) < 2:
         raise ValueError(
             f"sentences: expected at least 2 words that occur min_count={least} times, got "
-            f"{len(order)} of {len(ids)} words; give more text or a smaller min_count"
+            f"{len(order)} of {len(ids)} words; use more text or a smaller min_count"
         )
-    # Rare words get -2, and ends of sentences, the last entry, keep their -1.
+    # Rare words become -2. Ends of sentences index the last entry, and stay -1.
     renumbered = np.full(len(ids) + 1, -2, np.int32)
     renumbered[order] = np.arange(len(order), dtype=np.int32)
     renumbered[-1] = -1
-    made = renumbered[tokens]
+    ids_with_rare = renumbered[tokens]
     names = list(ids)
-    return Corpus(made[made != -2], tuple(names[i] for i in order))
+    return Corpus(ids_with_rare[ids_with_rare != -2], tuple(names[i] for i in order))
 
 
 def _expected(got: str) -> str:
@@ -78,5 +78,5 @@ def _check_word(word: Any, sentence: int) -> None:
     if not isinstance(word, str):
         raise TypeError(
             f"sentences: expected words of type str, got {type(word).__name__} {word!r} in "
-            f"sentence {sentence}; give word ids as one integer array"
+            f"sentence {sentence}; pass word ids as one integer array"
         )

@@ -1,4 +1,4 @@
-"""Words with their vectors: neighbours, analogies, and files that other tools read."""
+"""Word vectors: nearest neighbours, analogies, and the file formats of word2vec."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lastlayer._checks import check_int, check_tensor
 
-# What a header or a word of the binary format can be at most; longer means another kind of file.
+# Maximum bytes of a header or of a word in a binary file; more means another file format.
 _MOST_NAME = 1 << 16
 
 
@@ -20,10 +20,10 @@ class Vectors:
     """Words and their vectors, as :func:`lastlayer.vectors.train` returns them.
 
     Args:
-        words: one unique name per row.
-        input: ``(n_words, dim)``: the vectors that are used, one per word.
-        output: what the training compared them with: one row per word, or per node of a tree. None
-            where it is not known, as after :meth:`load`.
+        words: unique words, one per row.
+        input: the word vectors, ``(n_words, dim)``.
+        output: the output vectors of the trained model: one row per word, or per node of a tree.
+            None if unknown, as after :meth:`load`.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ class Vectors:
         check_tensor("input", input)
         if input.dim() != 2 or not input.is_floating_point():
             got = f"{tuple(input.shape)} of {input.dtype}"
-            raise ValueError(f"input: expected floating rows, (n_words, dim), got {got}")
+            raise ValueError(f"input: expected a floating (n_words, dim) tensor, got {got}")
         if output is not None:
             check_tensor("output", output)
             if output.dim() != 2 or output.shape[1] != input.shape[1]:
@@ -48,7 +48,7 @@ class Vectors:
         self.words, self.input, self.output = check_words(words), input, output
         if len(self.words) != len(input):
             raise ValueError(
-                f"words: expected one word for each of {len(input)} rows, got {len(self.words)}"
+                f"words: expected one word per row, {len(input)}, got {len(self.words)}"
             )
         self._ids = {word: i for i, word in enumerate(self.words)}
 
@@ -75,12 +75,13 @@ class Vectors:
             return self._ids[word]
         except (KeyError, TypeError):
             raise KeyError(
-                f"word: expected one of the {len(self)} words, got {word!r}; `word in vectors` asks"
+                f"word: expected one of the {len(self)} words, got {word!r}; check "
+                "with `word in vectors`"
             ) from None
 
     @cached_property
     def unit(self) -> Tensor:
-        """The input vectors divided by their lengths, ``(n_words, dim)``; made at first use."""
+        """The input vectors normalised to length 1, ``(n_words, dim)``; computed at first use."""
         return torch.nn.functional.normalize(self.input, dim=1)
 
     def most_similar(self, word: str | Tensor, k: int = 10) -> list[tuple[str, float]]:
@@ -88,7 +89,7 @@ class Vectors:
 
         Args:
             word: a word, or any vector of size ``dim``.
-            k: how many; fewer where there are not as many words.
+            k: number of words; fewer are returned if there are not enough.
         """
         if isinstance(word, Tensor):
             if word.shape != (self.dim,):
@@ -99,13 +100,15 @@ class Vectors:
         return self._nearest(self.unit[row], (row,), k)
 
     def analogy(self, a: str, b: str, c: str, k: int = 1) -> list[tuple[str, float]]:
-        """Words that are to ``c`` what ``b`` is to ``a``: nearest to b − a + c of unit length.
+        """The words that are to ``c`` what ``b`` is to ``a``: those nearest to b − a + c.
+
+        Vectors are normalised to length 1 first.
 
         Args:
-            a: as in *Athens* is to
-            b: *Greece* as
-            c: *Oslo* is to the words returned.
-            k: how many.
+            a: for example *Athens*.
+            b: for example *Greece*.
+            c: for example *Oslo*, for which *Norway* is expected.
+            k: number of words.
         """
         rows = [self.id_of(word) for word in (a, b, c)]
         first, second, third = self.unit[rows]
@@ -121,14 +124,14 @@ class Vectors:
         return [(self.words[row], value) for row, value in found]
 
     def save(self, path: str | Path, *, binary: bool = False) -> None:
-        """Write words and input vectors in word2vec's text format, or in its binary one.
+        """Write words and input vectors in word2vec's text or binary format.
 
-        Both are read by gensim, spaCy, fastText's tools and others. Text keeps every bit; binary
-        is float32, whatever the dtype. ``output`` is in neither: ``torch.save`` keeps it.
+        Both can be read by gensim, spaCy, fastText's tools and others. Text is exact; binary is
+        float32, whatever the dtype. ``output`` is not saved; use ``torch.save`` for it.
 
         Args:
-            path: a file, which is replaced.
-            binary: a quarter of the size, and read many times faster.
+            path: the file to write; an existing one is replaced.
+            binary: whether to use the binary format: a quarter of the size, and faster to read.
         """
         path = Path(path)
         if not path.parent.is_dir():
@@ -136,12 +139,12 @@ class Vectors:
         for word in self.words:
             if not word or word.split() != [word]:
                 raise ValueError(
-                    f"words: expected words without whitespace, which ends a word in these files, "
-                    f"got {word!r}"
+                    f"words: expected words without whitespace, which separates words in these "
+                    f"files, got {word!r}"
                 )
         rows = self.input.detach().cpu()
         if not binary:
-            # So many digits are enough to give the same float again.
+            # With this many digits reading gives the same float.
             digits = " %.17g" if rows.dtype == torch.float64 else " %.9g"
             line = digits * self.dim + "\n"
             with path.open("w", encoding="utf-8", newline="\n") as file:
@@ -157,11 +160,11 @@ class Vectors:
 
     @classmethod
     def load(cls, path: str | Path, *, binary: bool = False) -> Self:
-        """Vectors from a file in word2vec's text or binary format, as float32.
+        """Load vectors from a file in word2vec's text or binary format, as float32.
 
         Args:
-            path: what :meth:`save`, gensim or word2vec wrote.
-            binary: which of the two it is.
+            path: a file written by :meth:`save`, gensim or word2vec.
+            binary: whether the file has the binary format.
         """
         path = Path(path)
         if not path.is_file():
@@ -174,32 +177,32 @@ class Vectors:
         return cls(words, torch.from_numpy(rows))
 
     def to_gensim(self) -> Any:
-        """``gensim.models.KeyedVectors`` with a copy of the input vectors. Needs gensim."""
+        """Copy the input vectors to ``gensim.models.KeyedVectors``. Needs gensim."""
         try:
             from gensim.models import KeyedVectors
         except ImportError as error:
             raise ImportError(
                 "to_gensim needs the package gensim; install it with pip install gensim"
             ) from error
-        made = KeyedVectors(self.dim)
-        made.add_vectors(list(self.words), self.input.detach().cpu().float().numpy())
-        return made
+        result = KeyedVectors(self.dim)
+        result.add_vectors(list(self.words), self.input.detach().cpu().float().numpy())
+        return result
 
     @classmethod
     def from_gensim(cls, keyed_vectors: Any) -> Self:
-        """From ``gensim.models.KeyedVectors``, such as ``model.wv``, by copy."""
+        """Copy the vectors of ``gensim.models.KeyedVectors``, such as ``model.wv``."""
         words = getattr(keyed_vectors, "index_to_key", None)
         rows = getattr(keyed_vectors, "vectors", None)
         if words is None or not isinstance(rows, np.ndarray):
             raise TypeError(
                 "keyed_vectors: expected gensim.models.KeyedVectors, got "
-                f"{type(keyed_vectors).__name__}; of a Word2Vec model give model.wv"
+                f"{type(keyed_vectors).__name__}; for a Word2Vec model pass model.wv"
             )
         return cls(words, torch.from_numpy(rows.copy()))
 
 
 def check_words(words: Any) -> tuple[str, ...]:
-    """Unique strings."""
+    """Checks for a sequence of unique strings."""
     if isinstance(words, (str, bytes)) or not hasattr(words, "__iter__"):
         raise TypeError(f"words: expected a sequence of words, got {type(words).__name__}")
     seen: set[str] = set()
@@ -216,7 +219,7 @@ def _header(file: BinaryIO, path: Path) -> tuple[int, int]:
     parts = file.readline(_MOST_NAME).split()
     if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[1]) < 1:
         raise ValueError(
-            f"path: expected a first line with the numbers of words and dimensions, got {path}"
+            f"path: expected a first line with the number of words and dimensions, got {path}"
         )
     return int(parts[0]), int(parts[1])
 
@@ -231,7 +234,7 @@ def _read_text(
     words, rows = [], np.empty((n, dim), np.float32)
     for i in range(n):
         line = file.readline()
-        # Without the line break at its end a number may have lost digits.
+        # In a truncated last line the last number may have lost digits.
         if not line.endswith(b"\n"):
             raise _truncated(path, n, i)
         word, *numbers = line.split()
@@ -261,7 +264,9 @@ def _read_binary(
             # word2vec ends each vector with a line break, gensim does not.
             words.append(rest[at:space].lstrip(b"\n").decode())
         except UnicodeDecodeError:
-            raise ValueError(f"path: expected words in UTF-8, got others in {path}") from None
+            raise ValueError(
+                f"path: expected words in UTF-8, got invalid bytes in {path}"
+            ) from None
         at = space + 1 + size
         rows[i] = np.frombuffer(rest, "<f4", dim, space + 1)
     if rest[at:].strip():

@@ -1,4 +1,4 @@
-"""Training: what a user asks for, checked and laid out for the loops; threads; progress."""
+"""Training of word vectors: checks of arguments, the input of the compiled loops, threads."""
 
 import sys
 import threading
@@ -27,12 +27,12 @@ from lastlayer.vectors.corpus import encode
 from lastlayer.vectors.table import Vectors, check_words
 
 MODELS, OBJECTIVES = ("skipgram", "cbow"), ("negative", "hierarchical", "softmax")
-# Tokens of a job: some 20 ms, after which a thread looks whether it should stop.
+# Tokens per job: about 20 ms, after which a thread checks whether to stop.
 _JOB = 1 << 15
-# The learning rate ends at this share of what it began with: 0.0001 of 0.025, as in word2vec.
+# The final learning rate relative to the first: 0.0001 for 0.025, as in word2vec.
 _LAST_RATE = 0.004
 _RATE = {"skipgram": 0.025, "cbow": 0.075}
-# Tokens that are counted at a time: of a file no more are in memory.
+# Tokens counted per step; of a memory-mapped file no more than these are in memory.
 _PART = 1 << 22
 _SHOWN_AFTER, _REDRAWN = 2.0, 0.2
 
@@ -57,46 +57,49 @@ def train(
     dtype: torch.dtype = torch.float32,
     progress: bool | None = None,
 ) -> Vectors:
-    """Word vectors of a text: each word is predicted from the words around it.
+    """Trains word vectors on a text (word2vec), by skip-gram or CBOW, on the CPU.
 
-    For a centre word and a window of b words on either side, b drawn from 1 to ``window``,
-    skip-gram predicts the centre from each word around it, CBOW from the mean of their vectors.
-    With the vector x of that and the output vectors y, the loss of a prediction of word w is
+    Around each centre word is a window of b words on either side, b drawn from 1 to ``window``.
+    Skip-gram predicts the centre word from each word around it, CBOW from the mean of their
+    vectors. Let x be that vector, and y the output vectors. The loss of predicting word w is
 
     - ``"negative"``: −log σ(x·y_w) − Σ log σ(−x·y_d) over ``n_negatives`` drawn words d;
     - ``"softmax"``: the sampled softmax, log(e^(x·y_w) + Σ e^(x·y_d) / w_d) − x·y_w, with the
       weights of :class:`lastlayer.heads.SampledSoftmax`;
-    - ``"hierarchical"``: −log p(w), by a choice at each node of the path to w in a tree.
+    - ``"hierarchical"``: −log p(w), with one decision at each node of the path to w in a tree.
 
-    Each window is one step of gradient descent. Draws that hit w do not count.
+    Each window is one step of gradient descent. Draws equal to w are ignored.
 
-    With one thread the result is the same in every run on a machine. Several threads write into the
-    same vectors without locks (Hogwild): about as good, and never twice the same.
+    With one thread the result is the same in every run on a machine. Several threads update the
+    same vectors without locks (Hogwild): about as good, but different in each run.
 
     Args:
-        tokens: word ids as one integer array or tensor, where a negative number ends a sentence;
-            int32, also of a file mapped into memory, is read in place. Or an iterable of
-            sentences, each an iterable of words: then :func:`encode` makes the ids.
+        tokens: word ids as one integer array or tensor, in which a negative number ends a sentence;
+            int32, including a memory-mapped file, is read in place. Or an iterable of sentences,
+            each an iterable of words, which are passed to :func:`encode`.
         words: the word of each id; by default the ids as text. Not with sentences.
         dim: size of a vector.
-        window: most words on either side. No sentence is cut, however long.
+        window: maximum number of words on either side. Long sentences are not cut.
         model: "skipgram" or "cbow".
         objective: "negative", "softmax" or "hierarchical".
-        n_negatives: words drawn for each window; 5 unless given. Not of a tree.
-        power: of the counts, which words are drawn by; 0.75 unless given. Not of a tree.
-        share: windows of so many neighbouring tokens have the same negatives; 1 unless given, in
-            which all words of a window share theirs, and 0 draws for every pair of words: slower
-            by a factor of 2 to 3. The expected gradient is the same for all. Not of a tree.
-        tree: for "hierarchical"; Huffman's by default.
-        subsample: words more frequent than this share of the text are dropped at random, as in
+        n_negatives: negatives drawn per window, by default 5. Not for "hierarchical".
+        power: negatives are drawn in proportion to ``counts ** power``; by default 0.75. Not for
+            "hierarchical".
+        share: the number of neighbouring tokens whose windows share their negatives. With 1, the
+            default, all words of a window share them; 0 draws negatives for each pair of words,
+            which is 2 to 3 times slower. The expected gradient is the same. Not for
+            "hierarchical".
+        tree: tree for "hierarchical"; by default a Huffman tree.
+        subsample: words whose share of the text is above this are dropped at random, as in
             word2vec; 0 keeps all.
-        epochs: passes over the text.
-        lr: learning rate, which falls linearly to 1/250 of itself; 0.025 for skip-gram and 0.075
-            for CBOW unless given.
-        threads: as many as torch uses unless given. Each has a span of the text of its own.
-        seed: of all random choices.
+        epochs: number of passes over the text.
+        lr: initial learning rate, which decreases linearly to 1/250 of it; by default 0.025 for
+            skip-gram and 0.075 for CBOW.
+        threads: number of threads, by default that of torch. Each trains on its own part of the
+            text.
+        seed: random seed.
         dtype: torch.float32 or torch.float64.
-        progress: whether to show how far it is; by default in a terminal after 2 seconds.
+        progress: whether to show a progress bar; by default in a terminal after 2 seconds.
 
     Reference:
         Mikolov et al., Distributed representations of words and phrases and their
@@ -127,9 +130,7 @@ def train(
         raise ValueError(f"dtype: expected torch.float32 or torch.float64, got {dtype}")
     text, names, counts = _read(tokens, words)
     if tree is not None and tree.n_classes != len(names):
-        raise ValueError(
-            f"tree: expected {len(names)} classes, one for each word, got {tree.n_classes}"
-        )
+        raise ValueError(f"tree: expected {len(names)} classes, one per word, got {tree.n_classes}")
     if objective == "hierarchical" and tree is None:
         tree = huffman(counts)
 
@@ -141,7 +142,7 @@ def train(
     )  # fmt: skip
     lanes = LANES_BYTES // dtype.itemsize
     width = -(-dim // lanes) * lanes
-    # Memory of torch begins at a line of the cache.
+    # torch aligns memory to cache lines.
     inputs, outputs = (torch.zeros(n, width, dtype=dtype) for n in (len(names), n_outputs))
     start = np.random.default_rng(seed % 2**64).random((len(names), dim))
     inputs[:, :dim] = torch.from_numpy((start - 0.5) / dim)
@@ -149,7 +150,7 @@ def train(
     _run(text, plan, inputs, outputs, epochs, lr, threads, progress)
     if not all(bool(torch.isfinite(each).all()) for each in (inputs, outputs)):
         raise FloatingPointError(
-            f"lr: expected vectors that stay finite, got others at lr={lr}; give a smaller one"
+            f"lr: expected finite vectors, got NaN or infinity with lr={lr}; use a smaller lr"
         )
     return Vectors(names, inputs[:, :dim].contiguous(), outputs[:, :dim].contiguous())
 
@@ -162,12 +163,12 @@ def _check_objective(
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"{name}: expected None for objective='hierarchical', which draws nothing, "
+                    f"{name}: expected None for objective='hierarchical', which has no negatives, "
                     f"got {value}"
                 )
     elif tree is not None:
         raise ValueError(
-            f"tree: expected None for objective={objective!r}, got one; give "
+            f"tree: expected None for objective={objective!r}, got a tree; use "
             "objective='hierarchical'"
         )
     if tree is not None and not isinstance(tree, Tree):
@@ -179,12 +180,12 @@ def _check_objective(
 def _read(
     tokens: Any, words: Sequence[str] | None
 ) -> tuple[NDArray[np.int32], tuple[str, ...], NDArray[np.int64]]:
-    """The ids, read-only; the words; and how often each occurs."""
+    """Word ids (read-only), words, and the count of each word."""
     if not isinstance(tokens, (np.ndarray, Tensor)):
         if words is not None:
             raise ValueError(
-                "words: expected None beside sentences, whose words they are, got some; give word "
-                "ids as one integer array"
+                "words: expected None with sentences, got words; they are for tokens given as one "
+                "integer array of word ids"
             )
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
             raise TypeError(
@@ -192,7 +193,7 @@ def _read(
                 f"{type(tokens).__name__}"
             )
         tokens, words = encode(tokens)
-    expected = "word ids, where a negative number ends a sentence"
+    expected = "word ids, in which a negative number ends a sentence"
     text = as_array("tokens", tokens, expected)
     if text.dtype.kind not in "iu":
         raise TypeError(f"tokens: expected integers, {expected}, got {text.dtype}")
@@ -202,7 +203,7 @@ def _read(
     limit = 2**31 - 1 if names is None else len(names)
     counts, has_pair = np.zeros(0 if names is None else limit, np.int64), False
     for first in range(0, len(text), _PART):
-        # With one more token: a pair may lie across the border.
+        # One more token, for a pair of words across the border of two parts.
         more = text[first : first + _PART + 1]
         part = more[:_PART]
         if int(part.max()) >= limit:
@@ -230,12 +231,12 @@ def _plan(
     counts: NDArray[np.int64], tree: Tree | None, objective: str, *, seed: int, window: int,
     cbow: bool, n_negatives: int, power: float, share: int, subsample: float,
 ) -> tuple[Any, int]:  # fmt: skip
-    """What the loops read, and how many output rows there are."""
+    """The constant input of the compiled loops, and the number of output rows."""
     from lastlayer.vectors import _windows
 
     keep = np.ones(len(counts))
     if subsample:
-        # As many of them as are not dropped at all; words that do not occur are no matter.
+        # subsample relative to the frequency of each word. Words with count 0 do not matter.
         whole = subsample * counts.sum() / np.maximum(counts, 1)
         keep = np.minimum(1.0, np.sqrt(whole) + whole)
     threshold = np.minimum(np.floor(keep * 2.0**32), 2.0**32 - 1).astype(np.uint32)
@@ -250,7 +251,7 @@ def _plan(
         kind = _windows.NEGATIVE if objective == "negative" else _windows.SOFTMAX
         most, n_rows = n_negatives + 1, len(counts)
     else:
-        # A binary node has one vector, as one score decides it, and a wider one has one per child.
+        # A binary node has one vector, since one score decides; a wider node has one per child.
         sizes = np.where(tree.arity == 2, 1, tree.arity).astype(np.int64)
         class_start, path_start, node_row = (
             tree.class_start,
@@ -275,17 +276,17 @@ def _plan(
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """Memory that is not written: for arrays that may be, Numba would compile all loops anew."""
-    made = np.ascontiguousarray(array).view()
-    made.flags.writeable = False
-    return made
+    """A read-only view. Numba would compile all loops again for writable arrays."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
 
 
 def _run(
     text: NDArray[np.int32], plan: Any, inputs: Tensor, outputs: Tensor, epochs: int, lr: float,
     threads: int, progress: bool | None,
 ) -> None:  # fmt: skip
-    """Each thread makes all passes over its own span of the text."""
+    """Runs the threads. Each makes all epochs over its own part of the text."""
     from lastlayer.vectors import _windows
 
     spans = np.linspace(0, len(text), min(threads, len(text)) + 1).astype(np.int64).tolist()
@@ -294,9 +295,9 @@ def _run(
 
     def work(number: int) -> None:
         first, last = spans[number], spans[number + 1]
-        # A line through all epochs, as a function of the place alone: jobs may be cut anywhere.
+        # The rate is linear in the position, over all epochs, whatever the sizes of jobs.
         slope = -lr * (1 - _LAST_RATE) / (epochs * (last - first))
-        # Copies of the vectors of a window, and CBOW's gradient.
+        # Buffers for copies of the vectors of a window, and for CBOW's gradient.
         copies = torch.zeros(2 * plan.window + 1, inputs.shape[1], dtype=inputs.dtype).numpy()
         tables = inputs.numpy(), outputs.numpy(), copies
         for epoch in range(epochs):
@@ -318,7 +319,7 @@ def _run(
                     break
             show(sum(done))
         finally:
-            # Where the user interrupts, or a thread fails, the others end after their job.
+            # After an interrupt or an error in one thread, the others finish their job and stop.
             stop.set()
         for each in running:
             each.result()
@@ -326,7 +327,7 @@ def _run(
 
 @contextmanager
 def _shown(progress: bool | None, total: int) -> Iterator[Any]:
-    """A function that is told how many tokens are done."""
+    """A progress bar: yields a function that takes the number of finished tokens."""
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield lambda _: None
         return
