@@ -187,7 +187,7 @@ def load_labelled(
 
 @triton.jit
 def tanh(x):
-    """tanh(x), from exp(-2|x|), which cannot overflow."""
+    """The tanh, from exp(-2|x|), which cannot overflow."""
     shrunk = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(x < 0.0, -size, size)
