@@ -101,7 +101,8 @@ class TestMaps:
 
     @pytest.mark.parametrize("impl", ["cuda", "", None, "Triton"])
     def test_an_unknown_implementation(self, function, impl):
-        with raises(ValueError, "impl: expected 'auto' or one of", f"got {impl!r}", "'auto' takes"):
+        parts = ("impl: expected 'auto' or one of", f"got {impl!r}", "'auto' selects")
+        with raises(ValueError, *parts):
             function(SCORES, impl=impl)
 
     def test_an_implementation_that_cannot_run(self, function):

@@ -1,4 +1,4 @@
-"""The operations below the maps, losses and heads: references, and what is fast on each device."""
+"""The low-level operations of maps, losses and heads: a reference, and fast kernels per device."""
 
 from lastlayer.kernels import (
     context_lists,

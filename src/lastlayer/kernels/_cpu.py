@@ -1,7 +1,7 @@
-"""What the CPU kernels share on the host's side: rows of tensors, memory for results, threads.
+"""Host code shared by the CPU kernels: rows of tensors, memory for results, threads.
 
-The threads are Python's: kernels release the GIL, and Numba's own parallel loops would be compiled
-again in every process, meddle with torch's OpenMP threads, and abort after a fork.
+Threads are Python threads, since kernels release the GIL. Numba's own parallel loops would be
+compiled again in every process, interfere with torch's OpenMP threads, and abort after a fork.
 """
 
 import ctypes
@@ -22,40 +22,40 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype, as_numpy, is_eager
 
-# Numbers that are widened, or gathered, at a time.
+# Number of entries that are widened, or gathered, per part.
 WIDENED, GATHERED = 1 << 20, 1 << 24
 LARGE = 1 << 22
 _MADV_HUGEPAGE = 14
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}
-# Tests poison it.
+# A separate name, so that tests can fill new arrays with NaN.
 new_array = np.empty
-# Below this many entries per thread, waking a thread (some 40 us) costs more than it brings.
+# With fewer entries per thread, waking a thread (about 40 us) costs more than it saves.
 _ENTRIES_A_THREAD = 98_304
 
 
 def parts(shape: Sequence[int], most: int = GATHERED) -> list[slice]:
-    """The rows of a matrix in parts of at most ``most`` numbers: bounds the memory."""
+    """Cuts the rows of a matrix into parts of at most ``most`` entries, to bound memory."""
     step = max(1, most // max(1, shape[1]))
     return [slice(first, first + step) for first in range(0, shape[0], step)]
 
 
 def as_array(tensor: Tensor, dtype: torch.dtype | None = None) -> NDArray[Any]:
-    """The memory of a tensor; in another dtype, or contiguous, where it is not."""
+    """A tensor as a contiguous array, copied only if it is not contiguous or not in ``dtype``."""
     if dtype is not None and tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     return as_numpy(tensor if tensor.is_contiguous() else tensor.contiguous())
 
 
 def as_rows(tensor: Tensor) -> NDArray[Any]:
-    """The rows of a tensor; half precision is widened to float32, in which it is computed."""
+    """The rows of a tensor as a matrix; half precision becomes float32, the dtype of kernels."""
     rows = as_array(tensor, accumulation_dtype(tensor.dtype))
     return rows if rows.ndim == 2 else rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
 
 def empty_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[NDArray[Any], Tensor]:
-    """Memory for a result, as an array and as a tensor.
+    """Uninitialised memory for a result, as an array and as a tensor.
 
-    Small ones are made by numpy, which takes the host a fraction of a tensor's time.
+    Small results are allocated by numpy, which costs much less host time than torch.
     """
     if math.prod(shape) * dtype.itemsize >= LARGE:
         result = empty(shape, dtype)
@@ -65,7 +65,7 @@ def empty_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[NDArray[Any],
 
 
 def full(n: int, value: float, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """``n`` times a number, on the device of another tensor; by numpy where that is eager code."""
+    """``n`` times ``value``, on the device of ``like``; by numpy in eager mode on a CPU."""
     if like.is_cpu and is_eager(like):
         made = np.empty(n, _NUMPY[dtype])
         made.fill(value)
@@ -74,7 +74,7 @@ def full(n: int, value: float, dtype: torch.dtype, like: Tensor) -> Tensor:
 
 
 def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
-    """Memory for a result of that shape, as rows and as a tensor."""
+    """Uninitialised memory for a result of the tensor's shape, as a matrix and as a tensor."""
     made, result = empty_array(tensor.shape, accumulation_dtype(tensor.dtype))
     if made.ndim != 2:
         made = made.reshape(math.prod(made.shape[:-1]), made.shape[-1])
@@ -82,11 +82,11 @@ def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """``torch.empty``, on a CPU in huge pages where the result is large and the system has them.
+    """``torch.empty``; a large result on a CPU is in huge pages if the system supports them.
 
-    What an allocator takes fresh from the system costs a page fault for every 4 KiB when it is
-    first written, several times what a kernel takes to write it; with huge pages it is one for
-    every 2 MiB. On Linux they have to be asked for, unless the system gives them to everyone.
+    Fresh memory costs a page fault per 4 KiB when it is first written, which takes several times as
+    long as a kernel needs to write it. With huge pages it is one fault per 2 MiB. On Linux they
+    have to be requested, unless the system uses them by default.
     """
     result = torch.empty(shape, dtype=dtype, device=device)
     if result.nbytes >= LARGE and is_eager(result) and result.device.type == "cpu":
@@ -97,7 +97,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 def _ask_for_huge_pages(address: int, n_bytes: int) -> None:
     if (advise := _advise()) is not None:
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        # It is advice: where the system has no huge pages it fails, and nothing else changes.
+        # Without huge pages the call fails, and has no other effect.
         advise(start, address + n_bytes - start, _MADV_HUGEPAGE)
 
 
@@ -111,10 +111,11 @@ def _advise() -> Callable[[int, int, int], int] | None:
 
 
 def by_rows(kernel: Callable[..., None]) -> Callable[..., None]:
-    """From ``kernel(start, stop, *args)`` a function ``(n_rows, n_columns, *args)`` for all rows.
+    """Turns ``kernel(start, stop, *args)`` into a function ``(n_rows, n_columns, *args)``.
 
-    It uses as many threads as torch does, the calling one among them. ``kernel`` is compiled by
-    Numba with ``nogil``; what it makes of a row must not depend on where the rows are cut.
+    That function runs the kernel on all rows, with at most as many threads as torch uses, including
+    the calling one. ``kernel`` is compiled by Numba with ``nogil``; its result for a row must not
+    depend on where the rows are cut.
     """
 
     @wraps(kernel)
@@ -131,7 +132,7 @@ def by_rows(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Job:
-    """The rows of one call, in parts: whoever is free takes the next one."""
+    """The rows of one call, cut into parts: a free thread takes the next part."""
 
     def __init__(self, kernel: Callable[..., None], n_rows: int, size: int, args: Any) -> None:
         self._kernel, self._n_rows, self._size, self._args = kernel, n_rows, size, args
@@ -142,7 +143,7 @@ class _Job:
     def run(self, helpers: int) -> None:
         self._finished.acquire()
         _workers.help(self, helpers)
-        # Where all workers are busy with other calls, this thread does every part.
+        # If all workers are busy with other calls, this thread computes every part.
         self.work()
         self._finished.acquire()
         if self._error is not None:
@@ -167,14 +168,14 @@ class _Job:
 
 
 class _Workers:
-    """Threads that wait for jobs, started when they are first needed."""
+    """A pool of threads, started when they are first needed."""
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
 
     def help(self, job: _Job, count: int) -> None:
-        """Have ``count`` threads work on ``job``, as soon as they are free."""
+        """Queues ``job`` for ``count`` threads."""
         if self._count < count:
             with self._lock:
                 for number in range(self._count, count):
@@ -188,12 +189,12 @@ class _Workers:
         while True:
             job = self._jobs.get()
             job.work()
-            # The arrays of a job must not live until the next one.
+            # Otherwise the arrays of this job would stay alive until the next one.
             del job
 
 
 def _start_anew() -> None:
-    """In a forked child, where no thread is left and a lock may have been taken for good."""
+    """Replaces the pool in a forked child: its threads are gone, and a lock may stay locked."""
     global _workers  # noqa: PLW0603
     _workers = _Workers()
 

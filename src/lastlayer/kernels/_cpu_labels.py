@@ -1,4 +1,4 @@
-"""Scores with dense labels and a mask, as the CPU kernels of multi-label losses read them."""
+"""Reads scores with dense labels and a mask, for the CPU kernels of multi-label losses."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype, as_numpy
 from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, parts
 
-# Scores between which sums go over to float64; they stay in the cache.
+# Scores per span, which fit in the cache. Sums within a span are added to totals in float64.
 SPAN = 1024
 _NO_MASK = np.empty((0, 0), np.uint8)
 _WIDE = (torch.float32, torch.float64)
@@ -22,9 +22,9 @@ Rows = tuple[slice | None, NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 def labelled_rows(scores: Tensor, target: Tensor, mask: Tensor | None) -> Iterator[Rows]:
-    """Rows, their labels and their mask, with the part of the rows that they are.
+    """Yields parts of the rows: a slice, and its scores, labels and mask.
 
-    That is all of them, and None, unless half precision has to be widened: then a part at a time.
+    There is one part, with None as slice, unless half precision has to be widened.
     """
     whole = scores.dtype in _WIDE and (target.dtype in _WIDE or not target.is_floating_point())
     if whole:
@@ -37,12 +37,12 @@ def labelled_rows(scores: Tensor, target: Tensor, mask: Tensor | None) -> Iterat
 
 
 def part_of(tensor: Tensor, part: slice | None) -> Tensor:
-    """Some rows; slicing costs microseconds where they are all."""
+    """The rows of a part; the tensor itself for None, since slicing costs microseconds."""
     return tensor if part is None else tensor[part]
 
 
 def _labels_of(target: Tensor, dtype: torch.dtype) -> NDArray[Any]:
-    """In one of few dtypes, since each is compiled for itself."""
+    """Labels as ``dtype``, int64 or uint8: kernels are compiled for each dtype of labels."""
     if target.is_floating_point():
         return as_array(target, dtype)
     if target.dtype != torch.int64:
@@ -51,7 +51,7 @@ def _labels_of(target: Tensor, dtype: torch.dtype) -> NDArray[Any]:
 
 
 def mask_of(mask: Tensor | None) -> NDArray[Any]:
-    """The mask of each row, one row where all share it, or none."""
+    """The mask as uint8: one row per row of scores, a single row shared by all, or no rows."""
     if mask is None:
         return _NO_MASK
     shared = mask.shape[0] > 1 and mask.stride(0) == 0
@@ -60,7 +60,7 @@ def mask_of(mask: Tensor | None) -> NDArray[Any]:
 
 @njit(nogil=True)
 def allowed_in(mask, row, first, last):
-    """Which classes of a span count; empty without a mask."""
+    """The mask of a span; empty without a mask."""
     if len(mask) == 0:
         return mask.reshape(-1)
     return mask[row if len(mask) > 1 else 0][first:last]
@@ -68,9 +68,9 @@ def allowed_in(mask, row, first, last):
 
 @njit(nogil=True, error_model="numpy")
 def read_span(x, target, allowed, values, labels):
-    """Scores and labels of a span as floating numbers, and how many classes count.
+    """Scores and labels of a span as floats, and the number of classes that are not masked.
 
-    One that does not count has a score of -inf and the label 0.
+    A masked class gets the score -inf and the label 0.
     """
     real = x.dtype.type
     n = len(x)
@@ -106,7 +106,7 @@ def _compiled_floating(target, labels):
 
 @njit(nogil=True, fastmath={"reassoc", "contract"})
 def between(labels):
-    """Whether a label is neither 0 nor 1."""
+    """Whether any label lies strictly between 0 and 1."""
     one = labels.dtype.type(1.0)
     total = labels.dtype.type(0.0)
     for i in range(len(labels)):
@@ -116,7 +116,7 @@ def between(labels):
 
 @njit(nogil=True)
 def hide(allowed, out):
-    """Sets the gradient of classes that do not count to 0, where their row has no number."""
+    """Sets the gradient of masked classes to 0, for rows whose gradient is not finite."""
     for i in range(len(allowed)):
         if allowed[i] == 0:
             out[i] = 0.0

@@ -1,11 +1,12 @@
-"""Arithmetic inside the CPU kernels, in a form that LLVM turns into vector instructions.
+"""Arithmetic for the CPU kernels, in a form that LLVM turns into vector instructions.
 
-exp, tanh and log: those of Numba ask the C library for one number at a time; softmax_rows/README.md
-has the why. Reductions over a row in vectors of 64 bytes: LLVM does not vectorise a float maximum
-that respects NaN, and halves the width of what it does vectorise. Written as vectors, a row of 64
-scores is four registers on AVX-512, and a count is a mask; elsewhere LLVM splits the vectors into
-those that there are. Arrays are C-contiguous. And the maxima of the blocks of a row, which tell
-which blocks matter.
+- exp, tanh and log: Numba's own call the C library once per number, see softmax_rows/README.md.
+- Reductions over a row in vectors of 64 bytes: LLVM does not vectorise a float maximum that detects
+  NaN, and uses half the vector width for other loops. As explicit vectors, 64 scores are four
+  registers on AVX-512, and a count is a mask. On other CPUs LLVM splits the vectors.
+- The maximum of each block of a row, which tells which blocks matter.
+
+Arrays are C-contiguous.
 """
 
 import math
@@ -20,44 +21,44 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
-# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
+# Sums may be reordered and therefore vectorised; NaN and infinities keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
-# Flags of the caller must not hold in exp and log: reordered, adding and taking away a shift is
-# nothing, and corrections vanish.
+# The caller's flags must not apply to exp and log: reordering would cancel the addition and
+# subtraction of a shift, and remove corrections of rounding.
 _EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
-# Scores per block. Loops over a block have this fixed length, which is what LLVM vectorises.
+# Scores per block. Loops over a block have this fixed length, so that LLVM vectorises them.
 BLOCK = 64
 _VECTOR_BYTES = 64
 
-# Adding it leaves the nearest whole number in the lowest bits; and a whole number added to the bits
-# of it is added to it as well, as long as it is small.
+# Adding the shift to x leaves the nearest integer to x in the lowest bits. Conversely, adding a
+# small integer to the bits of the shift adds it to the shift.
 _SHIFT_32, _SHIFT_64 = np.float32(1.5 * 2**23), np.float64(1.5 * 2**52)
 _SHIFT_BITS_32, _SHIFT_BITS_64 = _SHIFT_32.view(np.int32), _SHIFT_64.view(np.int64)
 _LOG2E_32, _LOG2E_64 = np.float32(1.4426950408889634), np.float64(1.4426950408889634)
 # log(2) in two parts; the first has few enough bits to be multiplied without rounding.
 _HIGH_32, _LOW_32 = np.float32(0.693359375), np.float32(-2.1219444005469057e-4)
 _HIGH_64, _LOW_64 = np.float64(0.6931471803691238), np.float64(1.9082149292705877e-10)
-# Below these exp gives 0: it would not be a normal number.
+# Below these, exp returns 0: the result would be subnormal.
 _LEAST_32, _LEAST_64 = np.float32(-87.0), np.float64(-708.0)
-# The series of exp, far enough for a remainder of half of log(2).
+# Coefficients of the series of exp, with enough terms for |r| up to log(2) / 2.
 _A2, _A3, _A4, _A5, _A6, _A7 = (np.float32(1 / math.factorial(k)) for k in range(2, 8))
 _B2, _B3, _B4, _B5, _B6, _B7, _B8, _B9, _B10, _B11, _B12, _B13 = (
     np.float64(1 / math.factorial(k)) for k in range(2, 14)
 )
-# The bits of the square root of a half: what is left after powers of 2 lies from there on.
+# The bits of sqrt(1/2), the lower end of the mantissas after the powers of 2 are split off.
 _ROOT_32, _ROOT_64 = (
     dtype(math.sqrt(0.5)).view(whole)
     for dtype, whole in ((np.float32, np.int32), (np.float64, np.int64))
 )
-# Numbers below are scaled up before their logarithm is taken: they have leading zeros.
+# Numbers below are subnormal. They are scaled up before their logarithm is computed.
 _TINY_32, _TINY_64 = np.float32(2.0**-126), np.float64(2.0**-1022)
 _UP_32, _UP_64 = np.float32(2.0**32), np.float64(2.0**64)
-# The series of the inverse hyperbolic tangent, times 2, in squares.
+# Coefficients of the series of 2 * atanh(s), in powers of s^2.
 _C1, _C2, _C3, _C4 = (np.float32(2 / (2 * k + 1)) for k in range(1, 5))
 _D1, _D2, _D3, _D4, _D5, _D6, _D7, _D8, _D9, _D10, _D11 = (
     np.float64(2 / (2 * k + 1)) for k in range(1, 12)
 )
-# The factors and steps of Philox.
+# The multipliers and key increments of Philox.
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _LEFT, _RIGHT = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _STEP_LEFT, _STEP_RIGHT = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -65,12 +66,12 @@ _STEP_LEFT, _STEP_RIGHT = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 @njit(nogil=True, **_EXACT)
 def _exp_parts_32(x):
-    """``(scale, rest)`` with ``exp(x) = scale + scale * rest``, from the least x to 80."""
+    """``(scale, rest)`` with ``exp(x) = scale + scale * rest``, for x from ``_LEAST_32`` to 80."""
     shifted = np.float32(x * _LOG2E_32 + _SHIFT_32)
     whole = shifted - _SHIFT_32
     r = (x - whole * _HIGH_32) - whole * _LOW_32
     series = ((((_A7 * r + _A6) * r + _A5) * r + _A4) * r + _A3) * r + _A2
-    # Without the casts Numba would widen to int64.
+    # Numba would widen to int64 without the casts.
     exponent = np.int32(np.int32(shifted.view(np.int32) + np.int32(127)) << np.int32(23))
     return exponent.view(np.float32), r + (r * r) * series
 
@@ -87,7 +88,7 @@ def _exp_parts_64(x):
 
 
 def exp(x):
-    """``exp(x)`` for x up to 80, within 2 units in the last place; 0 below the normal numbers."""
+    """``exp(x)`` for x up to 80, within 2 units in the last place; 0 if it would be subnormal."""
     return np.exp(x)
 
 
@@ -98,7 +99,7 @@ def _compiled_exp(x):
     zero = type(least)(0)
 
     def compiled(x):
-        # Comparisons that let a NaN through.
+        # The comparisons are False for NaN, which is therefore passed on.
         small = x < least
         scale, rest = parts(least if small else x)
         return zero if small else scale + scale * rest
@@ -121,7 +122,7 @@ def _compiled_tanh(x):
     def compiled(x):
         double = -two * abs(x)
         scale, rest = parts(least if double < least else double)
-        # With u = exp(-2|x|) tanh is (1 - u) / (1 + u), and its slope 4 u / (1 + u)^2.
+        # With u = exp(-2|x|), tanh(|x|) is (1 - u) / (1 + u), and its derivative 4 u / (1 + u)^2.
         u = scale + scale * rest
         share = one / (one + u)
         size = ((one - scale) - scale * rest) * share
@@ -132,11 +133,12 @@ def _compiled_tanh(x):
 
 @njit(nogil=True, **_EXACT)
 def _split_32(x):
-    """``(power, f)`` with ``x = 2 ** power * (1 + f)``, for a normal x."""
+    """``(power, f)`` with ``x = 2 ** power * (1 + f)``, for a normal number x."""
     bits = np.float32(x).view(np.int32)
     power = np.int32(np.int32(bits - _ROOT_32) >> np.int32(23))
     mantissa = np.int32(bits - np.int32(power << np.int32(23))).view(np.float32)
-    # The sum of whole numbers as bits: a conversion would not be vectorised everywhere.
+    # Converts power to float by adding it to the bits of the shift: a conversion instruction is not
+    # vectorised on all CPUs.
     shifted = np.int32(_SHIFT_BITS_32 + power).view(np.float32)
     return shifted - _SHIFT_32, mantissa - np.float32(1)
 
@@ -162,7 +164,7 @@ def _log_series_64(z):
 
 
 def log(x):
-    """``log(x)`` for x above 0, within 2 units in the last place of it or of 1e-3."""
+    """``log(x)`` for x > 0, within 2 units in the last place of the result or of 1e-3."""
     return np.log(x)
 
 
@@ -180,7 +182,7 @@ def _compiled_log(x):
         small = x < tiny
         power, f = parts(x * up if small else x)
         power = power - (bits if small else zero)
-        # With s = f / (2 + f), log(1 + f) is 2 (s + s^3 / 3 + ...): that is f less a small part.
+        # With s = f / (2 + f), log(1 + f) = 2 (s + s^3 / 3 + ...), computed as f less a small term.
         s = f / (two + f)
         square = half * f * f
         rest = s * (square + series(s * s)) + power * low
@@ -191,13 +193,13 @@ def _compiled_log(x):
 
 @njit(nogil=True, **_EXACT)
 def one_plus(x):
-    """``1 + x`` for x from 0 to 1, and what rounding took from it."""
+    """``1 + x`` for x from 0 to 1, and its rounding error."""
     total = np.float32(1) + x
     return total, x - (total - np.float32(1))
 
 
 def log1p(x):
-    """``log(1 + x)`` for x from 0 to 1, within 2 units in the last place of it."""
+    """``log(1 + x)`` for x from 0 to 1, within 2 units in the last place."""
     return np.log1p(x)
 
 
@@ -209,7 +211,7 @@ def _compiled_log1p(x):
     far = number(math.sqrt(2.0) - 1.0)
 
     def compiled(x):
-        # Above, it is log(2) + log(1 + (x - 1) / 2).
+        # For larger x: log(1 + x) = log(2) + log(1 + (x - 1) / 2).
         above = x > far
         s = (x - one if above else x) / ((three if above else two) + x)
         return (log_2 if above else zero) + (two * s + s * series(s * s))
@@ -219,7 +221,7 @@ def _compiled_log1p(x):
 
 @njit(nogil=True, inline="always")
 def philox(block, seed, step):
-    """Four random words of a block, see rng/README.md; all three arguments are uint64."""
+    """Four random 32-bit words of a block, see rng/README.md; all three arguments are uint64."""
     a, b = block & _WORD, block >> _HALF
     c, d = step & _WORD, step >> _HALF
     k, m = seed & _WORD, seed >> _HALF
@@ -232,7 +234,7 @@ def philox(block, seed, step):
 
 @njit(nogil=True, fastmath=FAST)
 def dot(left, right):
-    """The product of two vectors."""
+    """The dot product of two vectors."""
     total = left.dtype.type(0.0)
     for i in range(len(left)):
         total += left[i] * right[i]
@@ -257,7 +259,7 @@ def sum_of(x):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def sum_of_distances(shares, values, origin):
-    """Distances to the origin times their shares; a share of 0 has no part, however far it is."""
+    """``sum(shares * (values - origin))``; a share of 0 contributes 0 to it for any value."""
     zero = shares.dtype.type(0.0)
     total = zero
     for i in range(len(shares)):
@@ -268,7 +270,7 @@ def sum_of_distances(shares, values, origin):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def multiply(x, factor):
-    """``x *= factor``; a factor of 0 leaves 0 also of a NaN."""
+    """``x *= factor``; a factor of 0 also turns NaN into 0."""
     if factor == 0.0:
         x[:] = 0.0
         return
@@ -278,14 +280,14 @@ def multiply(x, factor):
 
 @njit(nogil=True)
 def largest(x, lanes, least):
-    """The largest number of a vector that is at least ``least``; a NaN is left to the sums.
+    """The maximum of a vector and ``least``, ignoring NaN, which later sums propagate.
 
-    ``lanes`` is a ``BLOCK`` to work in.
+    ``lanes`` is scratch memory of ``BLOCK`` numbers.
     """
     lanes[:] = least
     whole = len(x) // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):
-        # Lane by lane: a maximum over all of them is not vectorised where there may be a NaN.
+        # One maximum per lane: a single maximum is not vectorised if there may be a NaN.
         for i in range(BLOCK):
             value = x[first + i]
             lanes[i] = value if value > lanes[i] else lanes[i]
@@ -299,12 +301,12 @@ def largest(x, lanes, least):
 
 @njit(nogil=True)
 def lanes_of(itemsize: int) -> int:
-    """How many numbers a vector has; rows to be reduced are padded to a multiple of it."""
+    """Numbers per vector; rows to be reduced are padded to a multiple of it."""
     return _VECTOR_BYTES // itemsize
 
 
 class _Row:
-    """A row of a matrix from some column on, as code that loads it vector by vector."""
+    """Emits code that reads a row of a matrix, from column ``first`` on, vector by vector."""
 
     def __init__(
         self, context: Any, builder: Any, kind: Any, array: Any, row: Any, first: Any = None
@@ -329,7 +331,7 @@ class _Row:
 
     @contextmanager
     def each(self, count: Any, step: int = 1) -> Iterator[list[Any]]:
-        """A loop over the first vectors of the row, ``step`` of them at a time."""
+        """A loop of ``count`` steps over the row, each of which loads ``step`` vectors."""
         with cgutils.for_range(self.builder, count) as loop:
             first = self.builder.mul(loop.index, ir.Constant(loop.index.type, step * self.lanes))
             yield [self._load(first, i * self.lanes) for i in range(step)]
@@ -368,7 +370,7 @@ class _Row:
 
 
 def _variable(builder: Any, value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """A number that a loop changes: how it is read, and how it is set."""
+    """A variable that a loop changes: functions that emit code to read it and to set it."""
     place = cgutils.alloca_once_value(builder, value)
     return lambda: builder.load(place), lambda new: builder.store(new, place)
 
@@ -380,9 +382,9 @@ def _check(matrix: Any) -> None:
 
 @intrinsic
 def top_of(_typing: Any, matrix: Any, row: Any, first: Any, count: Any) -> Any:
-    """The maximum of ``count`` vectors of a row from column ``first`` on; whether it is sane.
+    """The maximum of ``count`` vectors of a row from column ``first`` on, and whether it is sane.
 
-    That is where no number is NaN or +inf. The maximum passes over NaN.
+    It is sane if no number is NaN or +inf. The maximum ignores NaN.
     """
     _check(matrix)
     places = (types.intp,) * 3
@@ -408,7 +410,7 @@ def top_of(_typing: Any, matrix: Any, row: Any, first: Any, count: Any) -> Any:
 
 @intrinsic
 def count_at_least(_typing: Any, matrix: Any, row: Any, count: Any, threshold: Any) -> Any:
-    """How many numbers of the first ``count`` vectors of a row are no less than ``threshold``."""
+    """Counts the numbers >= ``threshold`` in the first ``count`` vectors of a row."""
     _check(matrix)
     signature = types.intp(matrix, types.intp, types.intp, matrix.dtype)
 
@@ -427,7 +429,7 @@ def count_at_least(_typing: Any, matrix: Any, row: Any, count: Any, threshold: A
 
 @intrinsic
 def _bits_above(_typing: Any, matrix: Any, row: Any, first: Any, origin: Any, edge: Any) -> Any:
-    """A bit for each number of a vector, 1 where less ``origin`` it is above ``edge``, or NaN."""
+    """One bit per number of a vector: 1 if ``number - origin`` is NaN or above ``edge``."""
     _check(matrix)
     signature = types.uint32(matrix, types.intp, types.intp, matrix.dtype, matrix.dtype)
 
@@ -441,7 +443,7 @@ def _bits_above(_typing: Any, matrix: Any, row: Any, first: Any, origin: Any, ed
 
 @intrinsic
 def _first_bit(_typing: Any, bits: Any) -> Any:
-    """The place of the lowest bit that is 1."""
+    """The position of the lowest bit that is 1."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         place = builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -452,9 +454,10 @@ def _first_bit(_typing: Any, bits: Any) -> Any:
 
 @njit(nogil=True, forceinline=True)
 def pick_above(rows, row, first, stop, origin, edge, values, column, count):
-    """Adds what lies above ``edge``, or is NaN, to a list of distances to ``origin``.
+    """Appends each number whose distance to ``origin`` is NaN or above ``edge`` to a list.
 
-    Looks at a row from ``first`` to ``stop``; says how many the list has then.
+    Reads a row from ``first`` to ``stop``. The list has distances in ``values`` and columns in
+    ``column``; returns its new length.
     """
     lanes = lanes_of(rows.itemsize)
     rest = first + (stop - first) // lanes * lanes
@@ -467,7 +470,7 @@ def pick_above(rows, row, first, stop, origin, edge, values, column, count):
             count += 1
             bits &= bits - np.uint32(1)
     for i in range(rest, stop):
-        # Written in any case: a branch would be guessed wrong half of the time.
+        # Written unconditionally: a branch would often be mispredicted.
         distance = rows[row, i] - origin
         values[count] = distance
         column[count] = i
@@ -479,7 +482,7 @@ def pick_above(rows, row, first, stop, origin, edge, values, column, count):
 def _turn_block(
     _typing: Any, source: Any, row: Any, column: Any, into: Any, to_row: Any, to_column: Any
 ) -> Any:
-    """Transposes a square block, as many rows as a vector has numbers, from matrix to matrix."""
+    """Transposes a square block of ``lanes_of(itemsize)`` rows from one matrix into another."""
     _check(source)
     _check(into)
     places = types.intp, types.intp
@@ -494,7 +497,7 @@ def _turn_block(
         lines = [line(i, source, *args[:3]).load_first() for i in range(lanes)]
         step = 1
         while step < lanes:
-            # Two lines exchange what lies off the diagonal of each square of 2 x 2 steps.
+            # Two lines swap the off-diagonal parts of each square of 2 x 2 blocks of size step.
             choices = [
                 [lane if not lane & step else lanes + lane - step for lane in range(lanes)],
                 [lane + step if not lane & step else lanes + lane for lane in range(lanes)],
@@ -524,7 +527,7 @@ def turn(source, row, column, into, to_row, to_column, height, width):
                 into[to_row + j, to_column + i] = source[row + i, column + j]
         return
     for top in range(0, height, lanes):
-        # The last block begins early enough to be whole.
+        # The last block is shifted back, so that it is complete.
         i = min(top, height - lanes)
         for left in range(0, width, lanes):
             j = min(left, width - lanes)
@@ -532,9 +535,10 @@ def turn(source, row, column, into, to_row, to_column, height, width):
 
 
 def _margin_sums(squared: bool) -> Any:
-    """An intrinsic: two sums over the margins ``max(x - threshold, 0)`` of a row.
+    """Creates an intrinsic that computes two sums over the margins ``max(x - threshold, 0)``.
 
-    That is of the first ``pairs`` of vectors of the row: of two sums each rounds half as often.
+    It reads the first ``pairs`` pairs of vectors of a row. Each sum has one accumulator per vector
+    of a pair, which halves the number of roundings.
     """
 
     def typed(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
@@ -572,15 +576,15 @@ def _margin_sums(squared: bool) -> Any:
     return intrinsic(typed)
 
 
-# The sum of the margins, and how many are not 0, as a float.
+# The sum of the margins, and the number of non-zero margins, as a float.
 margins = _margin_sums(squared=False)
-# The sum of their squares, and that of the margins.
+# The sum of the squared margins, and the sum of the margins.
 squares = _margin_sums(squared=True)
 
 
 @njit(nogil=True)
 def is_zero(probs, row, first):
-    """Whether a block of probabilities is 0; False for what is left at the end of a row."""
+    """Whether a block of probabilities is all 0; False for an incomplete block at a row's end."""
     whole = first + BLOCK <= probs.shape[1]
     top, sane = top_of(probs, row, first, BLOCK // lanes_of(probs.itemsize) if whole else 0)
     return whole and sane and top == 0.0
@@ -588,15 +592,15 @@ def is_zero(probs, row, first):
 
 @njit(nogil=True)
 def room_for_peaks(rows):
-    """An array for :func:`find_peaks`."""
+    """Allocates the array ``peaks`` of :func:`find_peaks`."""
     return np.empty((rows.shape[1] + BLOCK - 1) // BLOCK + 1, rows.dtype)
 
 
 @njit(nogil=True)
 def find_peaks(rows, row, peaks):
-    """The maximum of each block of a row, and of the row at the end of ``peaks``.
+    """Writes the maximum of each block of a row to ``peaks``, and that of the row to its end.
 
-    Says 1 where the row has a result, 0 where all is masked, -1 where a score is NaN or +inf.
+    Returns 1 for a valid row, 0 if all scores are -inf (masked), -1 if a score is NaN or +inf.
     """
     n = rows.shape[1]
     vectors = BLOCK // lanes_of(rows.itemsize)
@@ -620,7 +624,7 @@ def find_peaks(rows, row, peaks):
 
 @njit(nogil=True, forceinline=True)
 def top_of_rest(rows, row, first):
-    """The maximum of a row from ``first`` on, and whether no score there is NaN or +inf."""
+    """The maximum of a row from ``first`` on, and whether all scores there are below +inf."""
     n = rows.shape[1]
     lanes = lanes_of(rows.itemsize)
     top, sane = top_of(rows, row, first, (n - first) // lanes)

@@ -1,10 +1,9 @@
-"""Launching Triton kernels with little host time, in the first call of a process and in later ones.
+"""Launches Triton kernels with little host time, in the first call of a process and in later ones.
 
-Triton binds the arguments of a launch, reads its own settings from the environment and asks the
-driver about every pointer, each time, which takes longer than most of our kernels run. Which
-compiled kernel a launch takes depends on the dtypes, on which pointers are multiples of 16, on the
-numbers and on the constants. :class:`Kernel` keeps the compiled kernel under these, and calls
-Triton's launcher directly.
+At every launch Triton binds the arguments, reads its settings from the environment and queries the
+driver about every pointer, which takes longer than most of our kernels run. The compiled kernel
+depends on the dtypes, on which pointers are multiples of 16, on the numbers and on the constants.
+:class:`Kernel` caches the compiled kernel with these as key, and calls Triton's launcher directly.
 """
 
 import functools
@@ -22,26 +21,26 @@ from triton.runtime import cache
 from triton.runtime.jit import JITFunction
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Sizes for which a kernel keeps how it is launched: batches may have any number of rows.
+# Number of launches that a kernel caches: batches may have any number of rows.
 MOST_PREPARED = 1024
-# What a launch is given beside tensors; subclasses of these would be taken for tensors.
+# Types of the arguments that are not tensors. An instance of a subclass would be read as a tensor.
 _NUMBERS = frozenset({int, float, bool, type(None)})
-# Integers from here on have 64 bits.
+# Integers of at least this size have 64 bits.
 _LARGE = 1 << 31
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
-    """A kernel that is launched as any other of Triton's, ``kernel[grid](*args, **constants)``.
+    """A Triton kernel, launched as usual by ``kernel[grid](*args, **constants)``.
 
     Keywords are constants of the kernel or options of the compiler, in the same order at every
-    launch; everything that changes from launch to launch is positional. Hooks of profilers, and
-    the first launch with some sizes, go through Triton.
+    launch. All other arguments are positional. Launches with a profiler's hook, and the first
+    launch per cache key, go through Triton.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
         self._prepared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        # Numbers of which the type alone decides, such as those of rows, which change.
+        # Numbers that kernels are not specialised for, such as row counts: only their type counts.
         self._by_type = frozenset(each.num for each in self.params if each.do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -59,7 +58,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
             else:
                 pointer = each.data_ptr()
                 passed.append(pointer)
-                # A tensor that is not on a GPU gets Triton's own error.
+                # A tensor that is not on a GPU goes through Triton, which raises its own error.
                 plain = each.is_cuda and not pointer & 15
                 key.append(each.dtype if plain else (each.is_cuda, pointer & 15 == 0, each.dtype))
         kept = *key, *constants.values()
@@ -79,18 +78,18 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``triton.jit`` for a function that is launched; those that kernels call take Triton's."""
+    """``triton.jit`` for kernels that are launched; functions that kernels call use Triton's."""
     if INTERPRETED:
         return triton.jit(function, **options)
     return functools.partial(Kernel, **options) if function is None else Kernel(function, **options)
 
 
 def _kept_triton_key() -> None:
-    """Have Triton's hash of itself kept on the disk.
+    """Caches Triton's hash of itself on disk.
 
-    Triton hashes its own library, half a gigabyte, before it looks for the first compiled kernel of
-    a process, which takes longer than all the rest. The hash is kept in Triton's cache, under the
-    sizes and times of the files that it is of.
+    Before the first kernel of a process, Triton hashes its own library, half a gigabyte, which
+    takes longer than everything else. The hash is stored in Triton's cache, with the sizes and
+    modification times of the hashed files as key.
     """
     module = next((each for each in (cache, compiler) if hasattr(each, "triton_key")), None)
     if module is None:

@@ -1,8 +1,9 @@
-"""How an operation gets its implementations, and how one of them is chosen.
+"""Registers operations and selects their implementations.
 
-An operation is registered once with ``torch.library``. On CPU tensors ``impl="auto"`` takes the CPU
-implementation where there is one, on CUDA tensors the Triton one, and the reference elsewhere. In
-eager mode the implementation is called directly: going through torch's dispatcher costs host time.
+Each operation is registered once with ``torch.library``. ``impl="auto"`` selects the CPU
+implementation for CPU tensors and the Triton implementation for CUDA tensors, if they exist and can
+run, and the reference otherwise. In eager mode the implementation is called directly: going through
+torch's dispatcher costs host time.
 """
 
 import importlib
@@ -27,14 +28,14 @@ _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @cache
 def available() -> dict[str, str | None]:
-    """For each implementation None where it can run in this process, else the reason why not."""
+    """Maps each implementation to the reason why it cannot run in this process; None if it can."""
     if find_spec("triton") is None:
         triton_reason = "the package triton is not installed"
     elif not torch.cuda.is_available() and not _interpreted():
         triton_reason = "there is no CUDA device (TRITON_INTERPRET=1 runs it slowly on the CPU)"
     elif torch.version.hip is not None:
-        # Their launcher is that of CUDA.
-        triton_reason = "this torch is for ROCm, and the kernels are for CUDA"
+        # Kernels are launched through Triton's CUDA launcher.
+        triton_reason = "this torch was built for ROCm, and the kernels need CUDA"
     else:
         triton_reason = None
     numba_reason = None if find_spec("numba") else "the package numba is not installed"
@@ -42,13 +43,13 @@ def available() -> dict[str, str | None]:
 
 
 def operations() -> tuple[str, ...]:
-    """The names of all operations, as :func:`selected` takes them."""
+    """The names of all operations, for :func:`selected`."""
     return tuple(sorted(_operations))
 
 
 @constant_while_traced
 def selected(op: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
-    """The implementation that ``impl="auto"`` takes for ``op`` on such a tensor."""
+    """The implementation that ``impl="auto"`` selects for ``op``, given device type and dtype."""
     if op not in _operations:
         raise ValueError(f"op: expected one of {sorted(_operations)}, got {op!r}")
     operation = _operations[op]
@@ -60,26 +61,27 @@ def selected(op: str, device_type: str, dtype: torch.dtype = torch.float32) -> s
 
 
 def returns_nothing(*_: object) -> None:
-    """The fake of an operation that writes into its arguments."""
+    """Fake implementation of an operation that only writes into its arguments."""
     return None
 
 
 def like_first(first: Tensor, *_: object) -> Tensor:
-    """The fake of an operation whose result is like its first argument, but contiguous."""
+    """Fake implementation of an operation whose result is like its first argument, contiguous."""
     return torch.empty_like(first, memory_format=torch.contiguous_format)
 
 
 class Operation:
-    """One operation: callable with the name of an implementation, and the arguments.
+    """An operation, called with the name of an implementation and the arguments.
+
+    The implementation is selected by device and dtype of the first argument, a tensor.
 
     Args:
-        package: the package that holds ``reference.py``, ``triton.py`` and ``cpu.py``.
+        package: the package that contains ``reference.py``, ``triton.py`` and ``cpu.py``.
         function: the name of the function in each of these modules.
-        schema: name, arguments and results in the schema language of ``torch.library``; device and
-            dtype of the first argument, a tensor, decide which implementation runs.
-        fake: gives empty results of the right shape, for tracing.
-        integers: whether the first argument holds integers, so that its device alone decides.
-        has_cpu: whether there is a CPU implementation; without one the reference runs there.
+        schema: name, arguments and results in the schema language of ``torch.library``.
+        fake: returns empty results of the right shape, for tracing.
+        integers: whether the first argument holds integers; its dtype is then not checked.
+        has_cpu: whether there is a CPU implementation; otherwise the reference runs on a CPU.
     """
 
     def __init__(
@@ -109,25 +111,25 @@ class Operation:
         first = args[0]
         if not is_eager(first):
             if is_exporting():
-                # A program that leaves torch has torch's own operations alone.
+                # An exported program must contain only torch's own operations.
                 return self.implementation("reference")(*args)
             return self._dispatched(*args)
         function = self._resolved.get((first.device, first.dtype))
         return self._run(*args) if function is None else function(*args)
 
     def triton_takes(self, dtype: torch.dtype) -> bool:
-        """Whether the Triton implementation has such a first argument."""
+        """Whether the Triton implementation supports this dtype of the first argument."""
         return self._integers or dtype in _TRITON_DTYPES
 
     def implementation(self, impl: str) -> Callable[..., Any]:
         """The function of one implementation.
 
-        Its module is imported here, so that nobody pays for a numba or triton that is not used.
+        Its module is imported on first use: importing numba or triton takes long.
         """
         function = self._loaded.get(impl)
         if function is None:
             module = importlib.import_module(f"{self._package}.{impl}")
-            # A compiler cannot trace the import, but finds what is kept here.
+            # torch.compile cannot trace the import, but can read this dict.
             function = self._loaded[impl] = getattr(module, self._function)
         return function
 
@@ -141,7 +143,7 @@ class Operation:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(
                 f"impl: expected 'auto' or one of {IMPLEMENTATIONS}, got {impl!r}; "
-                "'auto' takes the fastest that can run"
+                "'auto' selects the fastest that can run"
             )
         device, reason = tensor.device.type, available()[impl]
         if impl == "cpu" and not self.has_cpu:
@@ -152,7 +154,7 @@ class Operation:
             if device != "cuda" and not (device == "cpu" and _interpreted()):
                 reason = f"the scores are on {device!r}"
             elif not self.triton_takes(tensor.dtype):
-                reason = f"it has no {tensor.dtype}"
+                reason = f"it does not support {tensor.dtype}"
         if reason is not None:
             raise ValueError(
                 f"impl: {impl!r} cannot run {self.name} here: {reason}; "
@@ -167,10 +169,10 @@ def operation(
     writes: tuple[str, ...] = (),
     **options: bool,
 ) -> Operation:
-    """The :class:`Operation` ``name``.
+    """Creates the :class:`Operation` ``name``; its schema is inferred from the reference.
 
-    ``function`` is that of the implementations, as "op.function" with the package that has them;
-    ``writes`` are the arguments that it writes into.
+    ``function`` is "package.function", where the package is one of ``lastlayer.kernels`` and has
+    that function in each implementation. ``writes`` names the arguments that it writes into.
     """
     package, _, function = f"lastlayer.kernels.{function}".rpartition(".")
     reference = getattr(importlib.import_module(f"{package}.reference"), function)

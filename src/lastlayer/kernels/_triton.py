@@ -1,9 +1,9 @@
-"""What the Triton kernels share: sizes, small functions, and the first stage of maps on wide rows.
+"""Shared by the Triton kernels: sizes, small functions, and the first stage of maps on wide rows.
 
-That stage is one streaming read that leaves the largest score of each block of a row, a *peak*: all
-that the second stage needs to know which few blocks it has to read again. No program waits for
-another, so it runs at the speed of memory whatever the shape; the zeros of a sparse result are
-written on the way.
+The first stage reads all scores once and stores the largest score of each block of a row, its
+*peak*. From the peaks the second stage finds the few blocks that it has to read again. The first
+stage also writes the zeros of a sparse result. No program waits for another, so it runs at memory
+bandwidth for any shape.
 """
 
 import functools
@@ -17,9 +17,9 @@ from lastlayer.kernels import _launch
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels.rng import SERIES, SQRT_2
 
-# Peaks of one row that the second stage holds on chip.
+# Maximum number of peaks per row, which the second stage holds in registers.
 MAX_PEAKS = 2048
-# Measured on an H200: blocks of a short row are narrower, so that fewer scores are read again.
+# Tuned on an H200: blocks of short rows are narrower, so that fewer scores are read again.
 NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
 SCORES_A_PROGRAM = 2048
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
@@ -29,54 +29,54 @@ _WORD = tl.constexpr(0xFFFFFFFF)
 _SERIES = tl.constexpr(SERIES)
 _SQRT_2 = tl.constexpr(SQRT_2)
 _STEP = tl.constexpr(2.0**-53)
-# Where the label of a class comes from: an integer, a number, a bit, a list where its bit says so;
-# or all are 0, or all the same.
+# Kinds of labels: integers or bools; floats; bits; lists, with a bit for each listed class; all 0;
+# all the same.
 HARD, SOFT, BITS, LISTED, NONE, SMOOTHED = (tl.constexpr(kind) for kind in range(6))
-# Rows are cut into parts where there are fewer programs than this.
+# With fewer programs than this, rows are cut into parts.
 ENOUGH_PROGRAMS = 1024
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of a size cover ``n``; Triton's own function takes microseconds a call."""
+    """``ceil(n / size)``; Triton's own function takes microseconds per call."""
     return -(-n // size)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least ``n``, and at least 1."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def tile_width(n: int, widest: int, narrowest: int = 16) -> int:
-    """How many numbers a program looks at together: a power of two that covers ``n``, if it may."""
+    """The width of a tile: a power of two, at least ``n`` unless that exceeds ``widest``."""
     return min(widest, max(narrowest, next_power_of_2(n)))
 
 
 def in_rows(matrix: Tensor) -> Tensor:
-    """``matrix``, or a copy of it, whose rows lie together in memory."""
+    """``matrix``, or a contiguous copy of it if its rows are not contiguous."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """All but the last dimension as one; a view that changes nothing would cost host time."""
+    """The tensor as a matrix with contiguous rows; a view is avoided, since it costs host time."""
     return in_rows(tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1]))
 
 
 def labels_of(target: Tensor) -> tuple[int, Tensor]:
-    """Where dense labels come from, and they, whose rows lie together in memory."""
+    """The kind of dense labels, and the labels with contiguous rows."""
     target = in_rows(target)
     kind = SOFT if target.is_floating_point() else HARD
     return kind.value, target.view(torch.uint8) if target.dtype == torch.bool else target
 
 
 def mask_of(mask: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """A mask and its strides: one that was expanded is read where it is."""
+    """A mask as uint8 and its strides: an expanded mask is read without a copy."""
     if mask is None:
         return None, 0, 0
     return mask.view(torch.uint8), mask.stride(0), mask.stride(1)
 
 
 def row_parts(tiles: int, n: int, width: int) -> tuple[int, int]:
-    """Scores of a part of a row that a program sums, and parts, where there are ``tiles`` rows."""
+    """How rows are cut into parts: scores per part, and parts per row, for ``tiles`` programs."""
     blocks = cdiv(n, width)
     parts = max(1, min(cdiv(ENOUGH_PROGRAMS, tiles), blocks // 4, 1024))
     span = cdiv(blocks, parts) * width
@@ -85,7 +85,7 @@ def row_parts(tiles: int, n: int, width: int) -> tuple[int, int]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs of a GPU run side by side, at least."""
+    """Number of multiprocessors of a GPU, each of which runs at least one program."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -93,9 +93,10 @@ def mean_of_losses(
     losses: Tensor, losses_at: int, weights: Tensor | None, loss: Tensor, share: Tensor,
     share_at: int, n: int,
 ) -> None:  # fmt: skip
-    """The mean of ``n`` losses, and 1 over the sum of their weights, in one launch.
+    """Computes the mean of ``n`` losses, and 1 over the sum of their weights, in one launch.
 
-    Losses and share are at a place of a longer tensor. A weight of 0 leaves a loss out.
+    The mean is written to ``loss[0]``, the factor to ``share[share_at]``. Losses are read from
+    ``losses_at`` on. A weight of 0 ignores a loss, even if it is NaN.
     """
     block = tile_width(n, 4096, 128)
     _mean[(1,)](
@@ -128,7 +129,7 @@ def _mean(
 
 @triton.jit
 def load_rows(base, row, row_stride, step, step_stride, rows_there, steps_there):
-    """Numbers ``step`` of some rows of a matrix, (rows, steps); 0 where there are none."""
+    """Columns ``step`` of rows ``row`` of a matrix, (rows, steps); 0 outside of the matrix."""
     place = base + row[:, None] * row_stride + step[None, :] * step_stride
     return tl.load(place, mask=rows_there[:, None] & steps_there[None, :], other=0.0)
 
@@ -138,7 +139,7 @@ def dot_rows(
     state, state_step, base, row, row_stride, step_stride, rows_there, depth,
     ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Products of one vector with some rows of a matrix, (rows,); 0 where there are none."""
+    """Dot products of one vector with rows of a matrix, (rows,); 0 for rows that do not exist."""
     sums = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
     for first in range(0, depth, DEPTH):
         step = first + tl.arange(0, DEPTH)
@@ -154,7 +155,10 @@ def load_labelled(
     scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
     smoothing, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores, their labels (bool where they are 0 or 1), which count, and which are listed."""
+    """Scores, labels (bool if all are 0 or 1), which classes to keep, and which are listed.
+
+    Masked classes are not kept; listed classes are not either, since the list has their labels.
+    """
     value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     keep = inside
     if MASKED:
@@ -164,7 +168,7 @@ def load_labelled(
     if KIND == NONE:
         label = inside & (column < 0)
     elif KIND == SMOOTHED:
-        # A score of -inf is that of no class.
+        # A score of -inf is padding, not a class.
         label = tl.where(value == -float("inf"), 0.0, smoothing)
     elif KIND == HARD:
         label = tl.load(labels + row * label_stride + column, mask=inside, other=0) != 0
@@ -183,7 +187,7 @@ def load_labelled(
 
 @triton.jit
 def tanh(x):
-    """From exp(-2|x|), which cannot overflow as exp(2x) does."""
+    """The tanh, from exp(-2|x|), which cannot overflow."""
     shrunk = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(x < 0.0, -size, size)
@@ -191,21 +195,21 @@ def tanh(x):
 
 @triton.jit
 def log1p(x):
-    """Of x from 0 to 1; what 1 + x rounds away is put back as a factor."""
+    """log(1 + x) for x from 0 to 1; a factor corrects the rounding of 1 + x."""
     grown = 1.0 + x
     return tl.where(grown == 1.0, x, tl.log(grown) * (x / tl.where(grown == 1.0, 1.0, grown - 1.0)))
 
 
 @triton.jit
 def expm1(x):
-    """For x up to 0.1: a series near 0, where exp(x) - 1 would cancel."""
+    """exp(x) - 1 for x up to 0.1, by a series near 0, where exp(x) - 1 would cancel."""
     near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
     return tl.where(x > -0.1, near, tl.exp(x) - 1.0)
 
 
 @triton.jit
 def philox(block, seed, step):
-    """Four random words of each block, see rng/README.md; all three arguments are int64."""
+    """Four random 32-bit words per block, see rng/README.md; all three arguments are int64."""
     block, seed, step = block.to(tl.uint64), seed.to(tl.uint64), step.to(tl.uint64)
     a, b = block & _WORD, block >> 32
     c, d = (step & _WORD) + 0 * block, (step >> 32) + 0 * block
@@ -219,9 +223,12 @@ def philox(block, seed, step):
 
 @triton.jit
 def rank_of_bits(upper, lower, n_classes, OCTAVES: tl.constexpr):
-    """Of a log-uniform draw by two words, see rng/reference.py; for kernels without fp fusion."""
+    """The rank that two words draw log-uniformly, see rng/reference.py.
+
+    Kernels that call it are launched with ``enable_fp_fusion=False``.
+    """
     exponent = ((upper << 21) | (lower >> 11)).to(tl.float64) * _STEP * OCTAVES
-    # Not negative: cutting off is rounding down.
+    # The exponent is not negative, so truncation rounds down.
     octave = exponent.to(tl.int64)
     place = exponent - octave.to(tl.float64) - 0.5
     power = tl.full(place.shape, _SERIES[0], tl.float64)
@@ -240,13 +247,13 @@ def share_of_rank(rank, OCTAVES: tl.constexpr):
 
 @triton.jit
 def log_of_others(share):
-    """log(1 - p)."""
+    """log(1 - p), for a probability p."""
     return tl.where(share >= 1.0, -float("inf"), _log1p(tl.where(share >= 1.0, 0.0, -share)))
 
 
 @triton.jit
 def _log1p(part):
-    """log(1 + x): what is rounded off in 1 + x is made up for."""
+    """log(1 + x); a factor corrects the rounding of 1 + x."""
     above = 1.0 + part
     rounded = tl.where(above == 1.0, 1.0, above - 1.0)
     return tl.where(above == 1.0, part, tl.log(above) * (part / rounded))
@@ -254,7 +261,7 @@ def _log1p(part):
 
 @triton.jit
 def alias_draw(table, upper, lower, live, BITS: tl.constexpr):
-    """The class that two words, int64, draw from an alias table of 2^BITS columns."""
+    """The class that two words (int64) draw from an alias table of 2^BITS columns."""
     column = upper >> (32 - BITS)
     entry = tl.load(table + column, mask=live, other=0)
     return tl.where(lower < (entry & 0xFFFFFFFF), column, entry >> 32)
@@ -262,20 +269,20 @@ def alias_draw(table, upper, lower, live, BITS: tl.constexpr):
 
 @triton.jit
 def log_of_other_weights(own, BITS: tl.constexpr):
-    """log(1 - w / 2^BITS); 2^63 itself is no int64."""
+    """log(1 - w / 2^BITS), computed without 2^BITS itself, since 2^63 exceeds int64."""
     return tl.log((((1 << BITS) - 1) - own).to(tl.float64) + 1.0) - BITS * LOG_2
 
 
 def block_width(n: int) -> int:
-    """Scores a block: a power of two that leaves at most ``MAX_PEAKS`` blocks a row."""
+    """Scores per block: a power of two with at most ``MAX_PEAKS`` blocks per row."""
     usual = min(USUAL_BLOCK, next_power_of_2(cdiv(n, USUAL_PEAKS)))
     return max(NARROWEST_BLOCK, usual, next_power_of_2(cdiv(n, MAX_PEAKS)))
 
 
 def find_peaks(rows: Tensor, zeros: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """The largest score of each block, +inf for a block with a NaN; fills ``zeros`` with 0.
+    """The largest score of each block, +inf if a score is NaN. Fills ``zeros`` with 0.
 
-    A ``bias`` is added to scores before.
+    If there is a ``bias``, it is added to the scores first.
     """
     n_rows, n = rows.shape
     width = block_width(n)
@@ -314,7 +321,7 @@ def _find_peaks(
 def peaks_of_row(
     scores, zeros, n, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr
 ):  # fmt: skip
-    """The peaks of a row, or the rest of it, that one program holds; fills ``zeros`` with 0."""
+    """The peaks of up to ``BLOCKS`` blocks of a row, by one program. Fills ``zeros`` with 0."""
     column = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     values = tl.load(scores + column, mask=column < n, other=-float("inf"))
     if ZEROS:
@@ -325,9 +332,9 @@ def peaks_of_row(
 
 @triton.jit
 def row_max(values, AXIS: tl.constexpr):
-    """The maximum, +inf where there is a NaN: no row with probabilities has either."""
+    """The maximum, +inf if there is a NaN: both mean that the row has no probabilities."""
     if INTERPRETED:
-        # The interpreter runs a reduction of our own one entry at a time.
+        # The interpreter runs a custom reduction entry by entry.
         return tl.max(tl.where(values != values, float("inf"), values), AXIS)
     else:
         peak = tl.reduce(values, AXIS, _max_or_nan)
@@ -341,17 +348,17 @@ def _max_or_nan(left, right):
 
 @triton.jit
 def choose_blocks(chosen, keep, BLOCKS: tl.constexpr):
-    """Writes the numbers of the blocks to keep, in order; says how many."""
+    """Writes the indices of the blocks to keep, in order, and returns their number."""
     slot = tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.store(chosen + slot, tl.arange(0, BLOCKS), mask=keep)
-    # Other threads of this program read the list next.
+    # Other threads of this program read the list afterwards.
     tl.debug_barrier()
     return tl.sum(keep.to(tl.int32), 0)
 
 
 @triton.jit
 def chosen_columns(chosen, first, count, n, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns of the next ``GROUP`` chosen blocks, and which of them exist."""
+    """The columns of the next ``GROUP`` chosen blocks, and which of them exist."""
     slot = first + tl.arange(0, GROUP)
     block = tl.load(chosen + slot, mask=slot < count, other=0).to(tl.int32)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -1,8 +1,8 @@
-"""Attention with entmax weights, on CUDA: output and gradients without the matrix of weights.
+"""Attention with entmax weights on CUDA, which never stores the matrix of weights.
 
-Elsewhere rows of it are made in chunks, see :mod:`lastlayer.attention.functional`. README.md has
-the derivation. Queries are ``(batch, heads, n, d)``, keys and values ``(batch, key heads, m, ·)``;
-head ``h`` reads key head ``h // (heads // key heads)``.
+On other devices its rows are computed in chunks, see :mod:`lastlayer.attention.functional`.
+README.md has the derivation. Queries are ``(batch, heads, n, d)``, keys and values ``(batch, key
+heads, m, ·)``; head ``h`` reads key head ``h // (heads // key heads)``.
 """
 
 import math
@@ -15,25 +15,24 @@ from lastlayer._torch import accumulation_dtype
 
 
 class Problem(NamedTuple):
-    """What attention is computed of.
+    """Inputs and options of attention.
 
     Attributes:
         query: ``(batch, heads, n, d)``.
         key: ``(batch, key heads, m, d)``.
         value: ``(batch, key heads, m, d of values)``.
-        head_alpha: ``(batch, heads)``, or None where ``alpha`` counts.
-        mask: broadcast to ``(batch, heads, n, m)``: bool with True for allowed, or what is added to
-            the scores; or None.
+        head_alpha: the alpha of each head, ``(batch, heads)``; None if ``alpha`` applies to all.
+        mask: expanded to ``(batch, heads, n, m)``: bool with True for allowed, or floats that are
+            added to the scores; or None.
         seed: of dropout, int64 with one entry; None without dropout.
-        first: of each query the first key of its sequence, int32 ``(n,)``; None for 0.
-        stop: one past the last; None for ``m``.
-        place: the key that stands where the query does; None for the query's own number and
-            ``offset``.
-        alpha: NaN where ``head_alpha`` counts.
-        scale: of the scores.
-        left: how many keys before its place a query sees, -1 for all.
-        right: how many after it, -1 for all.
-        offset: added to the number of a query.
+        first: the first key of each query's sequence, int32 ``(n,)``; None for 0.
+        stop: one past the last key of each query's sequence; None for ``m``.
+        place: the key at the position of each query; None for its index plus ``offset``.
+        alpha: the alpha of all heads; NaN if ``head_alpha`` is given.
+        scale: factor of the scores.
+        left: number of keys before its position that a query sees, -1 for all.
+        right: number of keys after its position that a query sees, -1 for all.
+        offset: added to the index of a query to get its position.
         dropout: the probability that a weight is dropped.
     """
 
@@ -55,13 +54,15 @@ class Problem(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward goes on from.
+    """What forward saves for backward.
 
     Attributes:
-        mixed: values averaged by the slopes of the weights, float32 ``(batch, heads, n, ·)``.
-        numbers: four per row, ``(4, batch, heads, n)``: the largest score, the unknown of the row,
-            the correction of its last step, and the factor of its weights.
-        blocks: which blocks of keys a block of queries has weights in, uint8.
+        mixed: values averaged with the slopes of the weights, ``(batch, heads, n, ·)``, in the
+            dtype of the queries.
+        numbers: float32 ``(k, batch, heads, n)``. For alpha 1.5 and 2 the threshold of each row;
+            otherwise its largest score, its unknown, the correction of its last step, and the
+            factor of its weights.
+        blocks: in which blocks of keys each block of queries has non-zero weights, uint8.
     """
 
     mixed: Tensor
@@ -70,9 +71,9 @@ class Kept(NamedTuple):
 
 
 def allowed(problem: Problem, rows: slice, keys: slice) -> Tensor | None:
-    """Which keys some queries may look at by their places alone; None for all.
+    """Which keys each query sees according to positions, without ``mask``; None for all.
 
-    ``(rows, keys)``.
+    The result is bool of shape ``(rows, keys)``.
     """
     p, device = problem, problem.query.device
     if p.left < 0 and p.right < 0 and p.first is None:
@@ -92,7 +93,7 @@ def allowed(problem: Problem, rows: slice, keys: slice) -> Tensor | None:
 
 
 def scores(problem: Problem, rows: slice, keys: slice) -> Tensor:
-    """Of some queries and keys, -inf where a query may not look: ``(batch, heads, rows, keys)``."""
+    """Scores of some queries and keys, -inf if masked: ``(batch, heads, rows, keys)``."""
     p = problem
     dtype = accumulation_dtype(p.query.dtype)
     batch, heads = p.query.shape[:2]

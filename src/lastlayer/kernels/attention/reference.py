@@ -1,6 +1,6 @@
-"""Attention in plain torch, with all weights stored: what the rest is tested against.
+"""Attention in plain torch, which stores all weights: the reference for tests.
 
-Dropout is left out: which weights are dropped is up to the implementation.
+It has no dropout, since the dropped weights depend on the implementation.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lastlayer.kernels.attention import Problem, scores
 
 
 def forward(problem: Problem, entmax: Callable[[Tensor, float | Tensor], Tensor]) -> Tensor:
-    """The output in the dtype of the queries; ``entmax`` maps scores to weights by an alpha."""
+    """The output in the dtype of the queries; ``entmax`` maps scores and alpha to weights."""
     p, (n, m) = problem, (problem.query.shape[2], problem.key.shape[2])
     alpha = p.alpha if p.head_alpha is None else p.head_alpha[..., None, None]
     weights = entmax(scores(p, slice(0, n), slice(0, m)), alpha)

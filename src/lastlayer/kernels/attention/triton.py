@@ -1,4 +1,4 @@
-"""Attention with entmax weights in Triton: blocks of keys that nobody looks at are passed over."""
+"""Attention with entmax weights in Triton, which skips blocks of keys with zero weights."""
 
 import functools
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ from lastlayer.kernels.entmax.threshold import (
     unsolved_row,
 )
 
-# How far sums may be from 1 before the last steps, which leave a small power of it: entmax at 1.5
-# and sparsemax, in half precision and in float32. A weight of sparsemax has its full slope from the
-# start, so that a gradient is only right with the very support.
+# How far a sum may be from 1 before the last steps, which reduce the error to a power of it. The
+# keys are the kind and whether the dtype is half precision. The slope of sparsemax jumps from 0 to
+# 1, so its gradient needs the exact support.
 _NEAR = {(2, True): 0.5, (1, True): 1e-5, (2, False): 0.03, (1, False): 2e-6}
-# A guess may be so much too high, as a part of its distance from the largest score.
+# How much too high a guess may be, as a fraction of its distance from the largest score.
 _SLACK = tl.constexpr(0.25)
 _LOWEST = tl.constexpr(-3.0e38)
-# What differs from batch to batch: nothing is compiled anew for it.
+# Arguments that differ between batches; kernels are not specialised for their values.
 _CHANGING = ("n", "m", "heads", "group", "tiles", "n_blocks", "left", "right", "offset")
-# Bounds on loops that a wild row could enter: steps by the model, and all.
+# Safeguards: the maximum numbers of steps by the model, and of all steps.
 _MODEL_TRIPS, _TRIPS = tl.constexpr(6), tl.constexpr(60)
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a block, and warps and stages of the four kernels."""
+    """Queries and keys per block, and the numbers of warps and stages of the four kernels."""
 
     rows: int
     columns: int
@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
     of_key: tuple[int, int] = (4, 3)
 
 
-# By the larger size of a head.
+# By the larger of the head sizes of keys and values, padded to a power of two.
 _TILES = {
     64: Tiles(64, 64),
     128: Tiles(128, 64, (8, 2), (8, 3), (8, 3), (8, 2)),
@@ -59,7 +59,7 @@ _TILES_FLOAT32 = Tiles(32, 32, (4, 2), (4, 2), (4, 2), (4, 2))
 
 
 class _Plan(NamedTuple):
-    """How a problem is launched: its kind, its tiles, how near sums must come, constants."""
+    """How a problem is launched: kind, tiles, tolerance of sums, and constants of each kernel."""
 
     kind: int
     tiles: Tiles
@@ -78,7 +78,7 @@ def _planned(kind: int, mask: int, dtype: torch.dtype, depth: int, wide: int) ->
     shared = dict(
         ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=padded, WIDE=padded_wide,
         EVEN=padded == depth and padded_wide == wide, MASK=mask, KIND=kind,
-        # Other kinds end loops by ../entmax/threshold.py, which says why.
+        # Other kinds use the loops of ../entmax/threshold.py, which explains this.
         enable_fp_fusion=kind in (1, 2),
     )  # fmt: skip
     settings = (shared | dict(num_warps=warps, num_stages=stages) for warps, stages in tiles[2:])
@@ -92,7 +92,7 @@ def _plan(p: Problem) -> _Plan:
 
 
 def kept_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the numbers and the blocks of :class:`Kept`."""
+    """The shapes of ``numbers`` and ``blocks`` of :class:`Kept`."""
     plan = _plan(p)
     batch, heads, n, _ = p.query.shape
     blocks = cdiv(n, plan.tiles.rows), cdiv(max(1, p.key.shape[2]), plan.tiles.columns)
@@ -100,17 +100,17 @@ def kept_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _lists(blocks: Tensor, more: int = 0) -> Tensor:
-    """Memory for numbers of blocks, as many as there are pairs of blocks."""
+    """Memory for lists of block indices; the last dimension is ``more`` longer than in blocks."""
     *rows, n = blocks.shape
     dtype = torch.int16 if max(rows[-1], n) < 1 << 15 else torch.int32
     return blocks.new_empty((*rows, n + more), dtype=dtype)
 
 
 def forward(p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
-    """The output, and what backward needs where it ``keeps`` that.
+    """The output, and what backward needs, or None unless ``keeps``.
 
-    Programs of all heads with the last queries come first: where attention is causal they have the
-    most to do.
+    Programs with the last queries of all heads are launched first: with causal attention they have
+    the most keys.
     """
     plan, (batch, heads, n, _) = _plan(p), p.query.shape
     out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
@@ -118,7 +118,7 @@ def forward(p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
     shape, grid = kept_shapes(p)
     numbers = out.new_empty(shape, dtype=torch.float32)
     blocks = out.new_empty(grid, dtype=torch.uint8)
-    # Of each block of queries, the blocks of keys that it may see something in, and how many.
+    # For each block of queries two counts, and the blocks of keys that may have weights.
     lists = _lists(blocks, 2)
     launched = batch * heads, grid[2]
     shared, sizes = _shared(p), _sizes(p, blocks)
@@ -133,7 +133,7 @@ def forward(p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
 
 
 def backward(p: Problem, kept: Kept, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Of query, key, value and the alpha of each head; None where not ``wanted``."""
+    """The gradients of query, key, value and ``head_alpha``, and None; None if not ``wanted``."""
     _, to_key, to_value, to_alpha, _ = wanted
     (batch, heads, n, _), (_, key_heads, m, _) = p.query.shape, p.key.shape
     if grad.stride(3) != 1:
@@ -142,7 +142,7 @@ def backward(p: Problem, kept: Kept, grad: Tensor, wanted: Sequence[bool]) -> li
     of_query, of_key, of_value = (
         torch.empty_like(each, memory_format=torch.contiguous_format) for each in p[:3]
     )
-    # The first is that of each row, which both kernels need.
+    # The first is the mean of each row, which both kernels need; the second is alpha's gradient.
     mean = kept.numbers.new_empty(2 if to_alpha else 1, batch, heads, n)
     given = *_shared(p), grad, mean, kept.numbers, kept.blocks, lists
     strides = *_sizes(p, kept.blocks), *grad.stride()[:3]
@@ -161,7 +161,7 @@ def backward(p: Problem, kept: Kept, grad: Tensor, wanted: Sequence[bool]) -> li
 
 
 def _shared(p: Problem) -> tuple[Tensor | None, ...]:
-    """Pointers that all kernels take."""
+    """Tensor arguments that all kernels share."""
     alphas = None if p.head_alpha is None else p.head_alpha.float().contiguous()
     mask = p.mask
     if mask is not None and mask.dtype == torch.bool:
@@ -170,7 +170,7 @@ def _shared(p: Problem) -> tuple[Tensor | None, ...]:
 
 
 def _sizes(p: Problem, blocks: Tensor) -> tuple[int | float, ...]:
-    """Numbers that all kernels take."""
+    """Numeric arguments that all kernels share."""
     excess = 0.0 if p.head_alpha is not None else p.alpha - 1.0
     mask = (0, 0, 0, 0) if p.mask is None else p.mask.stride()
     return (
@@ -183,7 +183,7 @@ def _sizes(p: Problem, blocks: Tensor) -> tuple[int | float, ...]:
 
 @triton.jit
 def _seen(row, n, m, first, stop, place, left, right, offset):
-    """The first key that each query may look at, and one past the last."""
+    """The first key that each query sees, and one past the last."""
     low = tl.zeros_like(row)
     high = tl.where(row < n, m, 0)
     at = row + offset
@@ -200,7 +200,7 @@ def _seen(row, n, m, first, stop, place, left, right, offset):
 
 @triton.jit
 def _walk(row, low, high, n, m, COLUMNS: tl.constexpr, MASK: tl.constexpr):
-    """The first block that some query sees and one past the last; the same of those that all do."""
+    """The range of blocks that any query sees, and the range of blocks that all queries see."""
     some = low < high
     begin = tl.maximum(tl.min(tl.where(some, low, m), 0), 0) // COLUMNS
     end = tl.maximum((tl.max(tl.where(some, high, 0), 0) + COLUMNS - 1) // COLUMNS, begin)
@@ -215,7 +215,7 @@ def _walk(row, low, high, n, m, COLUMNS: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def _block(trip, begin, whole, stop, EDGE: tl.constexpr):
-    """Of a walk over the blocks at both ends, or over those between."""
+    """The block at step ``trip`` of a loop over the blocks at both ends, or over those between."""
     if EDGE:
         return tl.where(begin + trip < whole, begin + trip, stop + trip - (whole - begin))
     else:
@@ -225,7 +225,7 @@ def _block(trip, begin, whole, stop, EDGE: tl.constexpr):
 @triton.jit
 def _load(base, row, row_stride, step, step_stride, n, size, INSIDE: tl.constexpr,
           EVEN: tl.constexpr):  # fmt: skip
-    """Rows of a matrix, (rows, steps), 0 where there are none."""
+    """Rows of a matrix, (rows, steps); 0 outside of the matrix."""
     place = base + row[:, None].to(tl.int64) * row_stride + step[None, :] * step_stride
     if INSIDE and EVEN:
         return tl.load(place)
@@ -237,16 +237,16 @@ def _load(base, row, row_stride, step, step_stride, n, size, INSIDE: tl.constexp
 
 @triton.jit
 def _product(left, right):
-    """In float32; float32 operands are not rounded to TF32, but are sums of three such numbers."""
+    """The product in float32; float32 operands are split into three products in TF32."""
     return tl.dot(left, right, input_precision="tf32x3")
 
 
 @triton.jit
 def _scores(states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale, unit,
             EDGE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Of a block in units of thresholds, (queries, keys); -inf where a query may not look.
+    """The scores of a block, (queries, keys), in units of thresholds; -inf if masked.
 
-    Without a mask that is added they are still to be multiplied by ``unit``.
+    Unless there is an additive mask, the caller has to multiply them by ``unit``.
     """
     made = _product(states, tl.trans(keys))
     if EDGE:
@@ -265,7 +265,7 @@ def _scores(states, keys, row, column, low, high, mask, mask_row, mask_column, n
 
 @triton.jit
 def _kept_share(seed, head, row, column, n, m, dropout):
-    """What dropout multiplies the weights of a block by."""
+    """The dropout factors of the weights of a block: 0 or ``1 / (1 - dropout)``."""
     entry = (head * n + row[:, None]) * m + column[None, :]
     word, _, _, _ = philox(entry, tl.load(seed), entry * 0)
     uniform = word.to(tl.float32) * (1.0 / 4294967296.0)
@@ -274,23 +274,22 @@ def _kept_share(seed, head, row, column, n, m, dropout):
 
 @triton.jit
 def _margins(made, unit, at):
-    """How far scores lie above a threshold; 0 below it, and where either is not a number."""
+    """Scores less a threshold, at least 0; 0 if either is NaN."""
     return tl.maximum(made * unit - at, 0.0)
 
 
 @triton.jit
 def _bend(squares, sums, count):
-    """What the three sums say of the law that margins follow."""
+    """``1 / kappa`` of the power law in README.md, from the three sums of margins."""
     safe = tl.where(sums > 0.0, sums, 1.0)
     return 1.0 - 0.5 * count * squares / (safe * safe)
 
 
 @triton.jit
 def _by_power_law(squares, sums, bend, KIND: tl.constexpr):
-    """How far the threshold lies above the guess at which margins have these sums.
+    """The distance of the threshold above the guess with these sums, by the model of README.md.
 
-    README.md has the model. Also the factor by which margins shrink on the way, and the sum that
-    becomes 1.
+    Also returns the factor by which margins shrink along the way, and the sum that becomes 1.
     """
     total = squares if KIND == 2 else sums
     safe = tl.where(sums > 0.0, sums, 1.0)
@@ -304,7 +303,7 @@ def _by_power_law(squares, sums, bend, KIND: tl.constexpr):
 
 @triton.jit
 def _by_tangent(squares, sums, count, KIND: tl.constexpr):
-    """Newton's method, which never passes the threshold from wherever it starts."""
+    """A Newton step on the sum; it never leads above the threshold, from any start."""
     if KIND == 2:
         norm = tl.sqrt(squares)
         return (norm - 1.0) * norm / tl.where(sums > 0.0, sums, 1.0)
@@ -338,7 +337,7 @@ def _solve(
     if alphas is not None:
         excess = tl.load(alphas + head) - 1.0
     excess += tl.zeros((ROWS,), dtype=tl.float32)
-    # Two counts come first.
+    # The list is preceded by two counts.
     lists += (head * tiles + tile) * (n_blocks + 2) + 2
     blocks += (head * tiles + tile) * n_blocks
     for start in range(0, n_blocks, 256):
@@ -353,7 +352,7 @@ def _solve(
     unit = scale / KIND if FAST else scale
     times = 1.0 if MASK == 2 else unit
 
-    # First over all keys: the largest score, and a guess at the threshold.
+    # The first pass over all keys finds the largest score, and a guess at the threshold.
     peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     at = tl.full((ROWS,), _LOWEST, dtype=tl.float32)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
@@ -376,7 +375,7 @@ def _solve(
                 )
                 squares = squares * fade + tl.sum(margin * margin, 1)
                 sums = sums * fade + tl.sum(margin, 1)
-                # The largest margin says how the law bends: no third sum is needed for a guess.
+                # For a guess, the largest margin replaces the third sum of _bend.
                 safe = tl.where(sums > 0.0, sums, 1.0)
                 bend = 0.5 * squares / (safe * tl.maximum(peak - raised, 1e-6))
                 rise, factor, total = _by_power_law(squares, sums, bend, KIND)
@@ -392,7 +391,7 @@ def _solve(
                 made = tl.where(made != made, float("inf"), made * times)
                 peak = tl.maximum(peak, tl.max(made, 1))
 
-    # Then the sums there, and which blocks may have a weight.
+    # The second pass computes the sums at the guess, and lists blocks that may have weights.
     trips = 0
     listed = 0
     listed_edges = 0
@@ -416,7 +415,7 @@ def _solve(
         squares = tl.zeros((ROWS,), dtype=tl.float32)
         sums = tl.zeros((ROWS,), dtype=tl.float32)
         count = tl.zeros((ROWS,), dtype=tl.float32)
-        # Whatever lies below this has no weight, unless the guess proves to be far too high.
+        # Scores below the bound have no weight, unless the guess proves to be far too high.
         bound = tl.where(live, at - _SLACK * (peak - at), float("inf")) if FAST else at
         listed = 0
         for part in tl.static_range(2):
@@ -454,13 +453,13 @@ def _solve(
             searching = False
     tl.debug_barrier()
 
-    # Steps over the blocks that are left.
+    # Further passes over the listed blocks.
     going = live
     if FAST:
         rise, _, total = _by_power_law(squares, sums, _bend(squares, sums, count), KIND)
         going = live & (tl.abs(total - 1.0) > near)
         if KIND == 1:
-            # Slopes of sparsemax jump, so the last step must be one that is right where it lands.
+            # The slopes of sparsemax jump, so its last step is a tangent, exact for this support.
             rise = tl.where(going, rise, _by_tangent(squares, sums, count, KIND))
         at = tl.where(live, at + tl.minimum(rise, 0.9 * (peak - at)), at)
         trips = 0
@@ -507,7 +506,7 @@ def _solve(
             following = at + tl.minimum(rise, 0.9 * (peak - at))
             further = (tl.abs(total - 1.0) > near) & (trips < _TRIPS)
             if KIND == 1:
-                # Tangents climb after their first step, until rounding ends it.
+                # After the first step tangents lead upwards, until rounding stops them.
                 further = further & ((following > at) | ((following < at) & (trips == 1)))
             at = tl.where(going, following, at)
             going = going & further
@@ -524,7 +523,7 @@ def _solve(
     tl.store(lists - 1, listed.to(lists.dtype.element_ty))
     rows_there = row < n
     numbers += head * n + row
-    # A row without a result is told by NaN.
+    # NaN marks a row whose result is NaN.
     tl.store(numbers, tl.where(broken, float("nan"), at if FAST else origin), mask=rows_there)
     if not FAST:
         every = tl.num_programs(0).to(tl.int64) * n
@@ -597,7 +596,7 @@ def _attend(
             in_rows = tl.sum(slope, 1)
             reached += tl.sum(probs, 1)
             sloped += in_rows
-            # What backward passes over, and what it need not look at the ends for.
+            # 0: backward skips the block; 1: all queries see all keys; 2: needs comparisons.
             some = tl.max((in_rows > 0.0).to(tl.int32), 0)
             tl.store(blocks + block, (some * (2 - part)).to(tl.uint8))
             if seed is not None:
@@ -608,13 +607,13 @@ def _attend(
                 means += _product(slope.to(vectors.dtype), vectors)
     numbers += head * n + row
     if FAST:
-        # The last step, on the weights themselves.
+        # The last step, on the output.
         missing = tl.where(sloped > 0.0, (1.0 - reached) / sloped, 0.0)
         outputs += missing[:, None] * means
         if KEEPS:
             tl.store(numbers, origin - missing / KIND, mask=there)
     else:
-        # Where alpha > 2 slopes are steep at the edge of the support, and the last step overshoots.
+        # For alpha > 2 slopes are steep at the edge of the support; the last step may overshoot.
         steep = (excess > 1.0) & (reached != 0.0)
         factor = tl.where(steep, 1.0 / tl.where(reached == 0.0, 1.0, reached), 1.0)
         outputs = outputs * factor[:, None]
@@ -632,17 +631,17 @@ def _attend(
 
 @triton.jit
 def _finished(probs, slope, missing, excess, KIND: tl.constexpr):
-    """Weights after the last step, and their slopes ``p ** (2 - alpha)``."""
+    """Weights after the last Newton step, and their slopes ``p ** (2 - alpha)``."""
     probs = polished(probs, slope, missing)
     if KIND == 0:
-        # The last step may be too long for slopes from before it.
+        # The last step may change the weights too much to use their slopes from before it.
         slope = tl.exp((1.0 - excess) * tl.log(tl.where(probs != 0.0, probs, 1.0)))
     return probs, tl.where(probs != 0.0, slope, 0.0)
 
 
 @triton.jit
 def _rows_again(numbers, place, there, every, KIND: tl.constexpr):
-    """What forward found of rows: threshold or origin, then what kinds without a name need."""
+    """The numbers of rows saved by forward: the threshold for kinds 1 and 2, else all four."""
     first = tl.load(numbers + place, mask=there, other=float("inf"))
     if KIND == 1 or KIND == 2:
         return first, first, first, first
@@ -654,7 +653,7 @@ def _rows_again(numbers, place, there, every, KIND: tl.constexpr):
 
 @triton.jit
 def _weights_again(made, times, first, at, missing, factor, excess, KIND: tl.constexpr):
-    """Weights and slopes from what is known of their rows."""
+    """Recomputes weights and slopes from the saved numbers of their rows."""
     if KIND == 1 or KIND == 2:
         slope = _margins(made, times, first)
         if KIND == 2:
@@ -665,14 +664,14 @@ def _weights_again(made, times, first, at, missing, factor, excess, KIND: tl.con
         probs, slope = shares(made * times - first, at, excess, KIND)
         probs, slope = _finished(probs, slope, missing, excess, KIND)
         if KIND == 0:
-            # The slope of weights that are divided in the end.
+            # The slopes of the weights after their multiplication by factor.
             slope = slope * tl.exp((1.0 - excess) * tl.log(factor))
         return probs * factor, slope
 
 
 @triton.jit
 def _listed(flags, stride, number, into, wanted, WIDTH: tl.constexpr):
-    """Write where flags have a value, one after the other; how many do."""
+    """Writes the indices of the flags that equal ``wanted``; returns their number."""
     found = 0
     for start in range(0, number, WIDTH):
         place = start + tl.arange(0, WIDTH)
@@ -734,8 +733,8 @@ def _query_gradient(
     seconds = tl.zeros((ROWS,), dtype=tl.float32)
     slopes = tl.zeros((ROWS,), dtype=tl.float32)
     sums = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
-    # The derivatives of weights by alpha sum to 0: measured from the mean nothing cancels. So that
-    # is found on a walk of its own.
+    # The derivatives of weights with respect to alpha sum to 0, so the mean can be subtracted,
+    # which avoids cancellation. The mean needs another pass.
     for walk in tl.static_range(2 if TO_ALPHA else 1):
         for part in tl.static_range(2):
             for trip in range(

@@ -1,15 +1,19 @@
-"""A proposal of n-grams that learns: draws from it, its probabilities, and how it is moved.
+"""The adaptive n-gram proposal: draws, log-probabilities, and updates.
 
-``proposal`` is the parts of :class:`lastlayer.samplers.AdaptiveNGram` in this order: the mixture
-``(order,)`` in units of 1 / ``PARTS``; table and weight of the unigram, as of :mod:`rng`; and for
-each length of context the keys ``(places + 1,)`` of a hash table, and at each place a list of
-classes ``(places + 1, width)``, ascending, where the share of each ends, in units of 1 /
-``SHARES``, and the weight of all together ``(places + 1,)``. The last place is that of no context.
-``context`` are the words before, int64 ``(rows, order - 1)``, the nearest one last, -1 for none.
+``proposal`` has the tensors of :class:`lastlayer.samplers.AdaptiveNGram`, in this order:
 
-``draw`` gives ids and log-probabilities in float32, ``log_prob`` those of given ids in float64.
-``draw_until_`` draws and scores, a block at a time, until each row has its effective sample size.
-``learn_`` moves the proposal towards scores. README.md has how.
+- the mixture ``(order,)`` in units of 1 / ``PARTS``,
+- alias table and weights of the unigram, as in :mod:`rng`,
+- for each length of context: the keys ``(places + 1,)`` of a hash table; for each place a list of
+  classes ``(places + 1, width)``, ascending; the cumulative shares of the classes in units of 1 /
+  ``SHARES``; and the total unigram weight of the list ``(places + 1,)``. The last place is for
+  contexts without a list.
+
+``context`` has the preceding words, int64 ``(rows, order - 1)``, the nearest one last, -1 for none.
+
+``draw`` returns ids and log-probabilities in float32, ``log_prob`` those of given ids in float64.
+``draw_until_`` draws and scores blocks of ids until each row reaches its effective sample size.
+``learn_`` updates the proposal from scores. README.md describes the algorithms.
 """
 
 from collections.abc import Sequence
@@ -21,13 +25,13 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import operation
 
-# The parts of the mixture, and the shares of a list, sum to these.
+# The sum of the integer parts of the mixture, and of the integer shares of a list.
 PARTS, SHARES = 1 << 32, 1 << 40
-# No part of the mixture falls below this: an n-gram that is of no use now may be of use later.
+# Lower bound on each part of the mixture: an n-gram that is useless now may become useful later.
 LEAST_PART = 0.01
-# Places for contexts whose hashes agree.
+# Places per bucket of the hash table of contexts.
 WAYS = 8
-# What an unused place of a list holds, above every class; and one of the table.
+# Marks of an unused entry of a list, above every class, and of the hash table.
 UNUSED, NO_KEY = 2**31 - 1, -1
 GOLDEN = -7046029254386353131
 

@@ -1,7 +1,6 @@
-"""A proposal of n-grams on the CPU: a row at a time, whose list is read where it lies.
+"""The adaptive n-gram proposal on the CPU, row by row, without copies of the lists.
 
-Loops that can be vectorised, those of random words and of logarithms, stand apart from those that
-look things up.
+Loops that can be vectorised, over random words and logarithms, are separate from lookups.
 """
 
 import math
@@ -27,10 +26,11 @@ from lastlayer.kernels.context_lists import (
 )
 from lastlayer.kernels.rng import FORKS
 
-# What a draw costs in entries of a plain loop, for the choice of threads; and what one learns from.
+# The cost of a draw, and of a scored class in learn_, in entries of a plain loop: it determines the
+# number of threads.
 _ENTRIES_A_DRAW, _ENTRIES_A_SCORE = 32, 32
 _FORKS = np.int64(FORKS)
-# Slots by which a class is found on a list; few lists have two classes with the same one.
+# Slots of the hash table by which a class is found on a list, without collisions for most lists.
 _SLOTS = 4096
 _LOG_2, _TINY = math.log(2.0), np.finfo(np.float64).tiny
 
@@ -93,7 +93,7 @@ def learn_(
     known, slopes = np.empty(rows, np.bool_), np.empty((rows, len(mixture)))
     _slope_rows(rows, _ENTRIES_A_SCORE * m, words, *given, *arrays, known, slopes)
     for k in range(words.shape[1]):
-        # One list is one row's: rows can be shared out to threads.
+        # Each list is updated by one row, so rows can be distributed over threads.
         teachers, place = _teachers_(k, words, known, len(unigram), lists[k][0])
         entries = _ENTRIES_A_SCORE * (m + width)
         if len(teachers):
@@ -115,14 +115,14 @@ def _array(tensor: Tensor) -> Any:
 
 
 def _arrays(proposal: Sequence[Tensor]) -> list[Any]:
-    """Mixture, table, weight, and two tuples of lists, the same ones where there is one."""
+    """Mixture, table, weight, and two tuples of lists, equal if there is only one."""
     made = [as_numpy(each) for each in proposal]
     return [*made[:3], tuple(made[3:7]), tuple(made[-4:])]
 
 
 @njit(nogil=True)
 def _fork(seed, number):
-    """The seed of a fork, as :func:`rng.fork` makes it."""
+    """The seed of a fork, as computed by :func:`rng.fork`."""
     a, b, _, _ = philox(np.uint64(0), np.uint64(seed), np.uint64(_FORKS + number))
     return np.int64(a << np.uint64(32) | b)
 
@@ -137,7 +137,7 @@ def _log2(size):
 
 @njit(nogil=True)
 def _key(context, k, n_classes):
-    """A number for the last ``k + 1`` words, -1 where one of them is none."""
+    """The key of the last ``k + 1`` words; -1 if one of them is missing."""
     last = context[len(context) - 1]
     if k == 0 or last < 0:
         return last
@@ -152,7 +152,7 @@ def _bucket(keys, key):
 
 @njit(nogil=True)
 def _find(keys, key):
-    """The place of a key, the last one where it has none."""
+    """The place of a key; the last place for an unknown key."""
     if key >= 0:
         first = _bucket(keys, key)
         for place in range(first, first + WAYS):
@@ -163,9 +163,9 @@ def _find(keys, key):
 
 @njit(nogil=True)
 def _open(lists, context, k, n_classes, slots, parts):
-    """The place of a row's list; ``slots`` become its index, ``parts`` its probabilities.
+    """The place of a row's list; fills ``slots`` with its index, ``parts`` with probabilities.
 
-    These are in units of the unigram's weights.
+    Probabilities are in units of the unigram's weights.
     """
     if k >= len(context):
         return np.int64(len(lists[0]) - 1)
@@ -184,9 +184,10 @@ def _open(lists, context, k, n_classes, slots, parts):
 
 @njit(nogil=True)
 def _find_all(ids, classes, slots, at, missed):
-    """Where classes are on a list, -1 where they are not; ``missed`` is room to work in.
+    """The position of classes on a list, -1 if absent; ``missed`` is scratch memory.
 
-    Nobody can predict which are, so that there is no branch on it, neither here nor below.
+    Whether a class is on the list is unpredictable, so this and the following functions do not
+    branch on it.
     """
     count = 0
     for j in range(len(ids)):
@@ -195,7 +196,7 @@ def _find_all(ids, classes, slots, at, missed):
         at[j] = found if same else -1
         missed[count] = j
         count += (found >= 0) & (not same)
-    # Another class of the list has the same slot.
+    # The slot has another class of the list: binary search.
     for i in range(count):
         j, low, size = missed[i], 0, len(classes)
         while size > 1:
@@ -207,7 +208,7 @@ def _find_all(ids, classes, slots, at, missed):
 
 @njit(nogil=True)
 def _draw_again(k, mixture, classes, end, slots, room, ids):
-    """Draws that the mixture leaves to a list, and that are on it, are drawn again from it."""
+    """Redraws from a list the ids for which the mixture selects it and which are on it."""
     word, chance, chosen, at = room[0], room[1], room[2], room[3]
     _find_all(ids, classes, slots, at, chosen)
     low, count = mixture[:k].sum(), 0
@@ -226,7 +227,7 @@ def _draw_again(k, mixture, classes, end, slots, room, ids):
 
 @njit(nogil=True)
 def _add_parts(share, ids, unigram, classes, parts, slots, room, units):
-    """Adds an n-gram's share of the probabilities, in units of the unigram's weights."""
+    """Adds ``share`` times an n-gram's probabilities, in units of the unigram's weights."""
     at = room[3]
     _find_all(ids, classes, slots, at, room[2])
     for j in range(len(ids)):
@@ -238,7 +239,7 @@ def _add_parts(share, ids, unigram, classes, parts, slots, room, units):
 def _log_probs(
     ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, room, made
 ):
-    """Log-probabilities of classes of a row."""
+    """Writes the log-probabilities of classes of a row."""
     units = room[4].view(np.float64)
     share = np.float64(mixture[0]) / PARTS
     for j in range(len(ids)):
@@ -272,7 +273,7 @@ def _draw_row(
     row, seed, step, place, place_2, slots, parts, mixture, table, unigram, lists, lists_2, room,
     ids, log_prob,
 ):  # fmt: skip
-    """All draws of a row."""
+    """Writes all draws of a row and their log-probabilities."""
     begin, bits = row * len(ids), _log2(len(table))
     _draw_unigram(begin, _fork(seed, 0), step, bits, table, room, ids)
     if place < len(lists[0]) - 1 or place_2 < len(lists_2[0]) - 1:
@@ -373,7 +374,7 @@ def _until_rows(
 
 @njit(nogil=True)
 def _distinct(ids, scores, table, classes, values):
-    """Each class of a row once, with its first score; how many there are."""
+    """Writes each distinct class of a row with its first score; returns their number."""
     table[:] = -1
     count, mask = 0, len(table) - 1
     for j in range(len(ids)):
@@ -382,7 +383,7 @@ def _distinct(ids, scores, table, classes, values):
             continue
         slot = (one * GOLDEN >> 40) & mask
         at = table[slot]
-        # No branch on whether a class is there again: nobody can predict it.
+        # No branch on whether a class is a duplicate, which is unpredictable.
         while (at >= 0) & (classes[max(at, 0)] != one):
             slot = (slot + 1) & mask
             at = table[slot]
@@ -394,7 +395,7 @@ def _distinct(ids, scores, table, classes, values):
 
 @njit(nogil=True)
 def _softmax(values):
-    """In place; whether there are probabilities."""
+    """Softmax in place; returns False if there are no probabilities."""
     peak, fine = -np.inf, True
     for value in values:
         peak = max(peak, value)
@@ -413,7 +414,7 @@ def _softmax(values):
 
 @njit(nogil=True)
 def _room(m):
-    """To find the distinct classes of a row in, for them, and for their scores."""
+    """Scratch memory of :func:`_distinct`: hash table, classes, and their scores."""
     return np.empty(2 << _log2(m), np.int32), np.empty(m + 1, np.int64), np.empty(m + 1)
 
 
@@ -447,9 +448,9 @@ def _slope_rows(
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _slopes(mixture, parts, target, slopes):
-    """What the KL divergence within the classes gives to each part of the mixture.
+    """The gradient of the KL divergence within the classes, for each part of the mixture.
 
-    The last row of ``parts`` is room to work in.
+    The last row of ``parts`` is scratch memory.
     """
     mixed, within, count = parts[3], 0.0, len(target)
     mixed[:count] = 0.0
@@ -470,7 +471,7 @@ def _slopes(mixture, parts, target, slopes):
 
 @njit(nogil=True, cache=True)
 def _teachers_(k, context, known, n_classes, keys):
-    """The rows that teach a list, the last ones of each context, and its place; makes places."""
+    """The last row of each context, which updates its list, and the list's place; adds new keys."""
     rows = len(context)
     slots, mask = np.full(2 << _log2(rows), -1), (2 << _log2(rows)) - 1
     teachers, place, count = np.empty(rows, np.int64), np.empty(rows, np.int64), 0
@@ -514,7 +515,7 @@ def _merge_rows(start, stop, teachers, place, ids, scores, unigram, lists, rate)
             ranked[j] = found[j] << 32 | j
         ranked[:count].sort()
         classes, end, mass = lists[1][at], lists[2][at], np.float64(lists[3][at])
-        # Two ascending lists become one; a class that is on both has its new probability.
+        # Merges two ascending lists. A class on both counts as new; its probability is moved below.
         size, old, before, total = 0, 0, np.int64(0), 0.0
         for j in range(count + 1):
             one = ranked[j] >> 32 if j < count else np.int64(UNUSED)
@@ -533,7 +534,7 @@ def _merge_rows(start, stop, teachers, place, ids, scores, unigram, lists, rate)
                 old += 1
             if j < count:
                 merged[size], value[size], weight[size] = one, part, own
-                # From 1 on, so that 0 says that a class is not new.
+                # The index of its score plus 1, since 0 means that a class is not new.
                 is_new[size] = 1 + (ranked[j] & 0xFFFFFFFF)
                 total += part
                 size += 1
@@ -549,7 +550,7 @@ def _merge_rows(start, stop, teachers, place, ids, scores, unigram, lists, rate)
 
 @njit(nogil=True)
 def _keep(width, ranks, matters, merged, value, is_new):
-    """The ``width`` entries that matter most, in their order; of equal ones those before new."""
+    """Keeps the ``width`` entries that matter most, in order; of equal ones, old before new."""
     size = len(ranks)
     least = _nth_largest(ranks, width)
     spare = width
@@ -574,7 +575,7 @@ def _keep(width, ranks, matters, merged, value, is_new):
 
 @njit(nogil=True)
 def _nth_largest(values, n):
-    """The n-th largest number; values are put into another order."""
+    """The n-th largest number; reorders the values."""
     low, high = 0, len(values) - 1
     while low < high:
         pivot, i, j = values[(low + high) >> 1], low, high
@@ -597,7 +598,7 @@ def _nth_largest(values, n):
 
 @njit(nogil=True, error_model="numpy")
 def _write_list(merged, value, unigram, at, lists):
-    """Shares are integers of at least 1; what rounding leaves goes to the largest."""
+    """Writes a list; its shares are integers of at least 1, and the largest absorbs rounding."""
     classes, end = lists[1][at], lists[2][at]
     size, total, mass, left, best = len(merged), 0.0, np.int64(0), np.int64(SHARES), 0
     for j in range(size):

@@ -1,4 +1,4 @@
-"""A proposal of n-grams in plain torch: defines the truth."""
+"""The adaptive n-gram proposal in plain torch: the reference for tests."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Lists(NamedTuple):
 
     @property
     def nowhere(self) -> int:
-        """The place of no context, whose list is empty."""
+        """The last place, whose list is empty, for contexts without a list."""
         return len(self.keys) - 1
 
 
@@ -39,8 +39,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """``n`` draws for each row, int64 ``(rows, n)``, and their log-probabilities in float32.
 
-    A draw of the unigram that is on the list of the n-gram that the mixture chose is drawn again
-    among the list, which together is as probable as in the unigram; any other draw stays.
+    The mixture selects the list of an n-gram, or none. If a unigram draw is on that list, it is
+    redrawn from the list, which has the same total probability as in the unigram.
     """
     mixture, table, weight = proposal[:3]
     rows = context.shape[0]
@@ -60,7 +60,7 @@ def draw(
 
 
 def log_prob(context: Tensor, ids: Tensor, proposal: Sequence[Tensor]) -> Tensor:
-    """Of classes ``(rows, n)``, in float64."""
+    """The log-probabilities of classes ``(rows, n)``, in float64."""
     mixture, table, weight = proposal[:3]
     found = _places(context, proposal)
     parts = [weight[ids].double(), *(_probs(*each, ids, weight[ids]) for each in found)]
@@ -72,9 +72,9 @@ def draw_until_(
     proposal: Sequence[Tensor], used: Tensor, ess: Tensor, sums: Tensor, first: int, blocks: int,
     n: int, enough: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Draws and scores ``blocks`` blocks of ``n``, for a row until its sample size is ``enough``.
+    """Draws and scores up to ``blocks`` blocks of ``n``, until a row's sample size is ``enough``.
 
-    Block b of a row are its draws by fork b of ``counter``.
+    Block b of a row has its draws by fork b of ``counter``.
 
     Args:
         hidden: ``(rows, d)``.
@@ -82,16 +82,16 @@ def draw_until_(
         bias: ``(v,)``.
         context: int64 ``(rows, order - 1)``.
         counter: seed and step.
-        proposal: what is drawn from.
-        used: how many blocks each row has drawn, int64 ``(rows,)``; a row goes on that has drawn
-            the ``first`` ones and has not enough.
-        ess: the effective sample size of each row.
-        sums: ``(rows, 3)``, the largest log r so far, and Σ r and Σ r² relative to it, r = e^score
-            / q; -inf, 0 and 0 to begin with.
-        first: the number of the first block.
-        blocks: how many there are at most.
-        n: draws of a block.
-        enough: the effective sample size to be reached.
+        proposal: the tensors of the proposal.
+        used: number of blocks that each row has drawn, int64 ``(rows,)``, updated. A row continues
+            if it has drawn ``first`` blocks and its sample size is too small.
+        ess: the effective sample size of each row, updated.
+        sums: ``(rows, 3)``, updated: the largest log r so far, and Σ r and Σ r² relative to it,
+            with r = e^score / q; initially -inf, 0 and 0.
+        first: the index of the first block.
+        blocks: the maximum number of blocks.
+        n: draws per block.
+        enough: the effective sample size to reach.
 
     Returns:
         Ids, log-probabilities and scores, ``(rows, blocks * n)``: -1, inf and 0 after the last
@@ -127,22 +127,21 @@ def learn_(
     context: Tensor, ids: Tensor, scores: Tensor, proposal: Sequence[Tensor], rate: float,
     mixture_rate: float,
 ) -> None:  # fmt: skip
-    """Moves lists and mixture towards the scores of some classes of each row.
+    """Updates lists and mixture from the scores of some classes of each row.
 
-    A class counts once in a row, where it comes first, however often it is there. Of rows with the
-    same context the last one teaches its list; a row with a score that leaves no probabilities, as
-    NaN does, teaches nothing.
+    Of repeated classes in a row only the first counts. Of rows with the same context only the last
+    one updates the list. Rows whose scores have no softmax, for example with a NaN, are ignored.
 
     Args:
         context: int64 ``(rows, order - 1)``.
-        ids: the classes that were scored, int64 ``(rows, m)``; negative where there is none.
+        ids: the classes that were scored, int64 ``(rows, m)``; negative for padding.
         scores: ``(rows, m)``.
-        proposal: what is moved.
-        rate: how far lists are moved, from 0 to 1.
-        mixture_rate: how far the mixture is moved.
+        proposal: the tensors of the proposal, updated.
+        rate: step size for the lists, from 0 to 1.
+        mixture_rate: step size for the mixture.
     """
     mixture, _, unigram = proposal[:3]
-    # Where there is no class its number is above all others.
+    # Padding becomes UNUSED, which is larger than every class.
     classes, order = torch.where(ids < 0, UNUSED, ids).sort(dim=1, stable=True)
     again = classes == UNUSED
     again[:, 1:] |= classes[:, 1:] == classes[:, :-1]
@@ -156,7 +155,7 @@ def learn_(
     in_context = known & (context[:, -1] >= 0)
     target_there = target.masked_fill(~in_context[:, None], 0.0)
     moved_mixture = _moved_mixture(mixture, parts, target_there, again, in_context, mixture_rate)
-    # A class that is there again goes behind the others, which stay sorted.
+    # Duplicates are moved behind the other classes, which stay sorted.
     classes, order = classes.masked_fill(again, UNUSED).sort(dim=1, stable=True)
     for (lists, _), key, part in zip(found, _keys(context, len(unigram)), parts[1:], strict=True):
         moved = part + rate * (part.sum(1, keepdim=True) * target - part)
@@ -176,7 +175,7 @@ def _places(context: Tensor, proposal: Sequence[Tensor]) -> list[tuple[Lists, Te
 
 
 def _keys(context: Tensor, n_classes: int) -> list[Tensor]:
-    """For each length of context one number per row that stands for it; -1 for none."""
+    """For each length of context one key per row; -1 for no context."""
     keys = [context[:, -1]]
     if context.shape[1] == 2:
         both = context[:, -1] * n_classes + context[:, -2]
@@ -185,7 +184,7 @@ def _keys(context: Tensor, n_classes: int) -> list[Tensor]:
 
 
 def find(keys: Tensor, key: Tensor) -> Tensor:
-    """The place of each key ``(rows,)``; the last one for one that has none, or is negative."""
+    """The place of each key ``(rows,)``; the last place for an unknown or negative key."""
     slots = _slots(keys, key)
     same = keys[slots] == key[:, None]
     found = same.any(1) & (key >= 0)
@@ -193,7 +192,7 @@ def find(keys: Tensor, key: Tensor) -> Tensor:
 
 
 def place_(keys: Tensor, key: Tensor) -> Tensor:
-    """As :func:`find`, and makes places for new keys. Of equal keys the last one has it."""
+    """As :func:`find`, but adds new keys, and only the last of equal keys gets the place."""
     nowhere = len(keys) - 1
     row = torch.arange(len(key), device=key.device)
     ranked, order = key.sort(dim=0, stable=True)
@@ -203,7 +202,7 @@ def place_(keys: Tensor, key: Tensor) -> Tensor:
     found = find(keys, key)
     new = teaches & (found == nowhere)
     slots = _slots(keys, key)
-    # New keys of a bucket take its free ways in turn.
+    # New keys of a bucket take its free places in order.
     bucket, order = torch.where(new, slots[:, 0], nowhere).sort(dim=0, stable=True)
     begins = torch.ones_like(new)
     begins[1:] = bucket[1:] != bucket[:-1]
@@ -212,7 +211,7 @@ def place_(keys: Tensor, key: Tensor) -> Tensor:
     way = (keys[slots] != NO_KEY).sum(1) + turn
     made = torch.where(new & (way < WAYS), slots[:, 0] + way, nowhere)
     keys[made] = key
-    # A slice of one: a number that is put at a single place of a CUDA tensor is waited for.
+    # A slice, since assigning to a single element of a CUDA tensor causes a host sync.
     keys[nowhere:] = NO_KEY
     return torch.where(teaches, torch.where(new, made, found), nowhere)
 
@@ -225,7 +224,7 @@ def _slots(keys: Tensor, key: Tensor) -> Tensor:
 def _probs(lists: Lists, place: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     """Probabilities of classes ``(rows, n)`` in units of the unigram's weights, in float64.
 
-    ``place`` is that of the context of each row, ``weight`` are the classes' own weights.
+    ``place`` is the place of each row's context, ``weight`` has the unigram weights of the classes.
     """
     at, listed = _look_up(lists.classes[place], ids)
     end = lists.end[place]
@@ -249,9 +248,9 @@ def _moved_mixture(
     mixture: Tensor, parts: list[Tensor], target: Tensor, again: Tensor, taught: Tensor,
     mixture_rate: float,
 ) -> Tensor:  # fmt: skip
-    """One step of exponentiated gradient on the KL divergence within the classes scored.
+    """One step of exponentiated gradient on the KL divergence within the scored classes.
 
-    Of the rows that were ``taught``, which have a context; without one nothing moves.
+    The gradient is averaged over the ``taught`` rows, which have a context.
     """
     mixed = _mixed(mixture, parts)
     per_class = target / mixed.masked_fill(again, 1.0)
@@ -269,11 +268,11 @@ def _moved_mixture(
 def _merge_(
     lists: Lists, place: Tensor, new: Tensor, probs: Tensor, new_weight: Tensor, unigram: Tensor
 ) -> None:
-    """Puts classes on the lists, with probabilities in units of the unigram's weights.
+    """Merges classes into the lists, with probabilities in units of the unigram's weights.
 
-    Where a list is too short, those stay that differ most from the unigram. Places are
-    different ones but for ``nowhere``. New classes are int32 ``(rows, m)``, ascending, with
-    ``UNUSED`` and a weight of 0 where one says nothing; ``unigram`` has the weights of all.
+    If a list is too short, the classes that differ most from the unigram are kept. Places are
+    distinct except for ``nowhere``. New classes are int32 ``(rows, m)``, ascending, with ``UNUSED``
+    and a weight of 0 as padding; ``unigram`` has the weights of all classes.
     """
     classes = lists.classes[place]
     width = classes.shape[1]
@@ -297,7 +296,7 @@ def _merge_(
 
 
 def _shares(value: Tensor, used: Tensor) -> Tensor:
-    """Integers of at least 1 that sum to ``SHARES``; what rounding leaves goes to the largest."""
+    """Integers of at least 1 that sum to ``SHARES``; the largest absorbs the rounding."""
     total = value.sum(1, keepdim=True).clamp_min(torch.finfo(value.dtype).tiny)
     share = torch.where(used, (value / total * SHARES).long().clamp_min(1), 0)
     largest = share.argmax(1, keepdim=True)

@@ -1,7 +1,7 @@
-"""A proposal of n-grams on CUDA: one program per row, which reads its list where it lies.
+"""The adaptive n-gram proposal on CUDA, one program per row, without copies of the lists.
 
-Nothing is sorted and nothing waits: what a sort would say, which classes are there again, which
-matter most and where each belongs, is found by comparing the few entries of a row with each other.
+There is no sort and no host sync: duplicates, the entries to keep and their positions are found by
+comparing the few entries of a row pairwise.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _SHARES, _PARTS = tl.constexpr(SHARES), tl.constexpr(PARTS)
 _UNUSED, _WAYS = tl.constexpr(UNUSED), tl.constexpr(WAYS)
 _LEAST_PART = tl.constexpr(LEAST_PART)
 _LOG_2 = tl.constexpr(0.6931471805599453)
-# Draws that a program makes together, and entries that it compares with each other.
+# Draws per program, and the tile of entries that are compared pairwise.
 _DRAWS, _NEAR, _OTHERS = 64, 128, 64
 
 
@@ -84,7 +84,8 @@ def learn_(
     (rows, m), device, order = ids.shape, ids.device, proposal[0].shape[0]
     tensors, (n_classes, places, width), constants = _given(proposal)
     context, size = context.contiguous(), width + m
-    # For each list what is on it, and behind that what the row has scored; first room to work in.
+    # For each length of context, the entries of a list followed by the classes that a row scored.
+    # The first row of values is scratch memory.
     classes = torch.empty(order - 1, rows, size, dtype=torch.int32, device=device)
     values = torch.empty(order, rows, size, dtype=torch.float64, device=device)
     slopes = torch.empty(rows, 4, dtype=torch.float64, device=device)
@@ -112,13 +113,13 @@ def learn_(
 
 
 def _halves(number: float) -> tuple[float, float]:
-    """A number as the sum of two that are exact in float32, in which kernels are given numbers."""
+    """Splits a number into two float32 numbers, since kernel arguments are float32."""
     near = float(np.float32(number))
     return near, number - near
 
 
 def _given(proposal: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...], dict[str, Any]]:
-    """Tensors with two sets of lists, the second of which is used where there are two; sizes."""
+    """Tensors with two sets of lists, equal if there is only one; sizes; and constants."""
     mixture, table, unigram, keys, classes = proposal[:5]
     constants = dict(
         ORDER=mixture.shape[0], BITS=table.shape[0].bit_length() - 1,
@@ -130,7 +131,7 @@ def _given(proposal: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...], d
 
 @triton.jit
 def _fork(seed, number):
-    """The seed of a fork, as rng.fork makes it."""
+    """The seed of a fork, as computed by rng.fork."""
     step = number.to(tl.int64) + _FORKS
     a, b, _, _ = philox(step * 0, seed, step)
     return ((a << 32) | b).to(tl.int64)
@@ -138,7 +139,7 @@ def _fork(seed, number):
 
 @triton.jit
 def _key(context, row, n_classes, K: tl.constexpr, ORDER: tl.constexpr):
-    """A number for the last words of rows, -1 where one of them is none."""
+    """The key of the last ``K + 1`` words of a row; -1 if one of them is missing."""
     key = tl.load(context + row * (ORDER - 1) + (ORDER - 2))
     if K == 1:
         other = tl.load(context + row * (ORDER - 1) + (ORDER - 3))
@@ -153,7 +154,7 @@ def _bucket(key, places):
 
 @triton.jit
 def _find(keys, key, places):
-    """The place of a key, the last one where it has none."""
+    """The place of a key; the last place for an unknown key."""
     slot = _bucket(key, places) * _WAYS + tl.arange(0, _WAYS)
     same = (tl.load(keys + slot) == key) & (key >= 0)
     found = tl.max(tl.where(same, slot, -1), 0)
@@ -162,7 +163,7 @@ def _find(keys, key, places):
 
 @triton.jit
 def _listed(classes, one, live, width, SEARCH: tl.constexpr):
-    """Where classes are on a list, and whether they are."""
+    """The position of classes on a list, and whether they are on it."""
     low = tl.zeros_like(one).to(tl.int32)
     high = low + width
     for _ in range(SEARCH):
@@ -177,7 +178,7 @@ def _listed(classes, one, live, width, SEARCH: tl.constexpr):
 
 @triton.jit
 def _part(classes, end, mass, place, places, one, own, live, width, SEARCH: tl.constexpr):
-    """Probabilities in units of the unigram's weights, of which classes have ``own``."""
+    """Probabilities of classes with unigram weights ``own``, in units of these weights."""
     part = own
     if place < places:
         at, listed = _listed(classes + place * width, one, live, width, SEARCH)
@@ -205,7 +206,7 @@ def _log_probs(
 
 @triton.jit
 def _again(classes, end, place, one, wanted, chance, width, SEARCH: tl.constexpr):
-    """Classes that are wanted and on the list are drawn again from it."""
+    """Redraws the classes that are wanted and on the list from it."""
     _, listed = _listed(classes + place * width, one, wanted, width, SEARCH)
     low = tl.zeros_like(one).to(tl.int32)
     high = low + width
@@ -224,7 +225,7 @@ def _drawn(
     number, live, seed, step, place, place_2, mixture, table, classes, end, classes_2, end_2,
     places, width, ORDER: tl.constexpr, BITS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """The draws of some numbers."""
+    """The draws with indices ``number``."""
     a, b, c, d = philox(number >> 1, _fork(seed, step * 0), step)
     odd = (number & 1) == 1
     upper, lower = tl.where(odd, c, a).to(tl.int64), tl.where(odd, d, b).to(tl.int64)
@@ -374,7 +375,7 @@ def _weigh(
     ORDER: tl.constexpr, BITS: tl.constexpr, SEARCH: tl.constexpr, NEAR: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """The classes of a row once each, the probabilities that they move to, and slopes."""
+    """Writes the distinct classes of a row, their new probabilities, and the mixture's slopes."""
     row = tl.program_id(0).to(tl.int64)
     rate = tl.full((), rate, tl.float64) + rate_rest
     there = row * (width + m) + width
@@ -468,7 +469,7 @@ def _weigh(
 def _taught_key(
     context, slopes, row, rows, n_classes, K: tl.constexpr, ORDER: tl.constexpr
 ):  # fmt: skip
-    """Keys of rows that teach, -1 of others."""
+    """The keys of rows that may update a list; -1 for others."""
     inside = row < rows
     known = tl.load(slopes + 4 * row + 3, mask=inside, other=0.0) != 0.0
     key = tl.load(context + row * (ORDER - 1) + (ORDER - 2), mask=known, other=-1)
@@ -483,10 +484,10 @@ def _place(
     context, slopes, keys, place, rows, n_classes, places, K: tl.constexpr, ORDER: tl.constexpr,
     FIRST: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Of rows with the same key the last one has its place, -1 for the others.
+    """Writes the place of a key for the last row with that key, and -1 for other rows.
 
-    In a first launch rows find the places that there are; a new key is noted with its bucket and
-    how many places of that are taken. In a second one they take the free places in turn.
+    The first launch finds existing keys, and stores for a new key its bucket and how many places of
+    the bucket are taken. In the second launch new keys take the free places in order.
     """
     row = tl.program_id(0).to(tl.int64)
     if FIRST:
@@ -532,7 +533,7 @@ def _merge(
     found, values, matters, place, unigram, classes, end, mass, m, width, NEAR: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """A row's classes and its list become a list again."""
+    """Merges a row's classes into its list."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(place + row)
     if at >= 0:
@@ -566,7 +567,7 @@ def _merge(
             matter = tl.where(counts, tl.abs(value - weight), -1.0)
             tl.store(values + slot, value, mask=slot < size)
             tl.store(matters + slot, matter, mask=slot < size)
-            # What the row has scored is still to be looked at for the rest of the list.
+            # Not the scored classes, which the next tiles of the list are compared with.
             tl.store(found + slot, one, mask=old)
         tl.debug_barrier()
         total = tl.full((), 0.0, tl.float64)
@@ -590,7 +591,7 @@ def _merge(
             weights += tl.sum(tl.load(unigram + one, mask=kept, other=0), 0)
             count += tl.sum(kept.to(tl.int32), 0)
         tl.debug_barrier()
-        # Shares are integers of at least 1; what rounding leaves goes to the largest.
+        # Shares are integers of at least 1; the largest absorbs the rounding.
         left = tl.full((), _SHARES, tl.int64)
         most = tl.full((), 0, tl.int64)
         for start in range(0, size, NEAR):
@@ -634,7 +635,7 @@ def _merge(
 
 @kernel(do_not_specialize=["rows"])
 def _move_mixture(slopes, mixture, rows, rate, rate_rest, ORDER: tl.constexpr, BLOCK: tl.constexpr):
-    """One step of exponentiated gradient; without a row that has a context nothing moves."""
+    """One step of exponentiated gradient, unless no row has a context."""
     rate = tl.full((), rate, tl.float64) + rate_rest
     part = tl.arange(0, 4)
     total = tl.zeros((BLOCK, 4), dtype=tl.float64)

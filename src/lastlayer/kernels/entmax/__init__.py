@@ -1,9 +1,9 @@
-"""The operations of the entmax family. Rows are the last dimension; see README.md for the why.
+"""Operations of the entmax family along the last dimension; README.md has the derivation.
 
-``alpha`` counts where ``row_alpha`` is None; else ``row_alpha`` has one alpha per row. ``wide``
-asks for values in float32 from half-precision scores; ``shrink`` multiplies the scores: below 1
-the support takes in classes that just miss it. ``log_`` overwrites scores, in float32 or float64
-and contiguous, with log-probabilities.
+``row_alpha`` has one alpha per row; if it is None, ``alpha`` applies to all rows. ``support``
+returns float32 values for half-precision scores if ``wide``, and multiplies scores by ``shrink``:
+below 1, the support also includes classes that narrowly miss it. ``log_`` overwrites contiguous
+float32 or float64 scores with log-probabilities.
 """
 
 import math
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from lastlayer.kernels._registry import like_first, operation
 
-# Below this size (exp(x) - 1 - x) / x^2 cancels; up to it the series reaches float64.
+# Below this |x|, (exp(x) - 1 - x) / x^2 cancels, and the series is exact to float64 precision.
 _SMALL = 0.3
 _SERIES = tuple(1.0 / math.factorial(k + 2) for k in range(14))
 
 
 def exp_remainder(x: Tensor) -> Tensor:
-    """``(exp(x) - 1 - x) / x**2``, 1/2 at 0, by torch operations."""
+    """``(exp(x) - 1 - x) / x**2``, which is 1/2 at 0, by torch operations."""
     small = x.abs() < _SMALL
     safe = torch.where(small, 1.0, x)
-    # Large x would overflow in the branch that is not taken, and poison its gradient.
+    # A large x would overflow in the series and make its gradient NaN, although it is not selected.
     near, series = x.clamp(-_SMALL, _SMALL), torch.zeros_like(x)
     for coefficient in reversed(_SERIES):
         series = series * near + coefficient

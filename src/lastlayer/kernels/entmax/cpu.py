@@ -1,8 +1,8 @@
-"""entmax on the CPU: one read for the peaks of blocks, then only the blocks that matter.
+"""entmax on the CPU: one pass finds the maximum of each block, then few blocks are read again.
 
-README.md beside this file has the derivation. Kinds are 1 for sparsemax, 2 for entmax at 1.5, and 0
-for any alpha. Short rows are solved four at a time: the threshold of one row is a chain of sums,
-each waiting for the last, and four rows that wait at the same time cost little more than one.
+README.md has the derivation. ``kind`` is 1 for sparsemax, 2 for alpha 1.5, and 0 for any alpha.
+Short rows are solved four at once: the threshold of a row is a chain of dependent sums, and
+interleaving the chains of four rows takes little longer than one.
 """
 
 import math
@@ -33,10 +33,10 @@ from lastlayer.kernels._cpu_math import (
     turn,
 )
 
-# In the place of indices and sizes where the result is dense.
+# Passed instead of indices and sizes if the result is dense.
 _NO_LISTS = np.empty((0, 0), np.int64), np.empty(0, np.int64)
 _NO_GRADIENT = np.empty(0, np.float64)
-# The largest float32 that becomes 0 in a narrower dtype: half of its smallest number.
+# The largest float32 that rounds to 0 in half precision: half of the smallest positive number.
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
 
@@ -77,12 +77,12 @@ def _backward(
 
 
 def forward_columns(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """:func:`forward` of a tensor whose first dimension became its last; the result is like it."""
+    """:func:`forward` for a view with its first dimension moved last, as is the result."""
     return _by_columns(_solve_columns, *_alphas(alpha, row_alpha), scores)
 
 
 def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """:func:`backward` of what :func:`forward_columns` made."""
+    """:func:`backward` for the results of :func:`forward_columns`."""
     return _by_columns(_backward_columns, *_alphas_of_slopes(alpha, row_alpha), probs, grad)
 
 
@@ -122,7 +122,7 @@ def support(
     )
 
 
-# Numbers of a tile of columns, such that the cache holds a few of them.
+# Entries of a tile of columns; a few tiles fit in the cache.
 _IN_CACHE = 1 << 15
 
 
@@ -133,7 +133,7 @@ def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
 
 
 def _alphas_of_slopes(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
-    """As :func:`_alphas`, and 3 for softmax."""
+    """As :func:`_alphas`, but kind 3 for softmax."""
     kind, alphas = _alphas(alpha, row_alpha)
     return (3 if row_alpha is None and alpha == 1.0 else kind), alphas
 
@@ -145,9 +145,9 @@ def _one_alpha(alpha: float) -> tuple[int, np.ndarray]:
 
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 def _solve_some(start, stop, rows, out, indices, size, alphas, kind, too_small, logs):
-    """Dense probabilities, or ``logs`` of them, into ``out``, which may be ``rows``.
+    """Writes dense probabilities, or their logarithms, to ``out``, which may be ``rows``.
 
-    Where there are sizes: the non-zeros alone.
+    If ``size`` is not empty, only non-zeros are written, with their indices and number per row.
     """
     n, compact = rows.shape[1], len(size) > 0
     nothing = rows.dtype.type(-math.inf if logs else 0.0)
@@ -155,13 +155,13 @@ def _solve_some(start, stop, rows, out, indices, size, alphas, kind, too_small, 
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n + 1, np.int32)
     short = kind > 0 and n <= LONGEST and not logs
-    # Four rows, padded with what has no share to whole pairs of vectors.
+    # Four rows, padded with -inf to whole pairs of vectors.
     pair = 2 * lanes_of(rows.itemsize)
     four = np.full((4, (n + pair - 1) // pair * pair if short else 0), -np.inf, rows.dtype)
-    # The distances of a row in float32, in which a vector holds more, and in float64.
+    # Copies of the distances of a row in float32, which is faster, and in float64.
     any_n = n + BLOCK if kind == 0 else 0
     copies = np.empty(any_n, np.float32), np.empty(any_n, np.float64)
-    # Short rows are solved as for the dense result, so that both agree to the last bit.
+    # Short rows are solved as for the dense result, so that both results are identical.
     dense = np.empty((4, n if short and compact else 0), rows.dtype)
     everywhere = np.arange(dense.shape[1])
     row = start
@@ -211,7 +211,7 @@ def _to_logs(probs, count):
 
 @njit(nogil=True)
 def _keep(probs, column, count, too_small, values, indices, row):
-    """Writes what is large enough, as far as there is room; says how many that would be."""
+    """Writes the probabilities above ``too_small`` that fit; returns how many there are in all."""
     room, kept = values.shape[1], 0
     for i in range(count):
         if probs[i] > too_small:
@@ -224,15 +224,15 @@ def _keep(probs, column, count, too_small, values, indices, row):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
-    """Probabilities of the candidates, with their columns beside; says how many there are.
+    """Writes the probabilities and columns of the candidates of a row; returns their number.
 
-    ``probs`` has room for a block more than a row: it is filled up with what has no share. The
-    peaks are a part of the row, whose unknown bounds that of the whole: README.md has the why.
+    ``probs`` has room for one block more than a row, for padding. The peaks are a part of the row,
+    so their unknown bounds that of the row, see README.md.
     """
     n, peak, excess = rows.shape[1], peaks[-1], alpha - 1.0
     for block in range(len(peaks) - 1):
         probs[block] = peaks[block] - peak
-    # Inlined for a known kind, each is a loop of its own.
+    # Each call is inlined with a constant kind, which gives a specialised loop.
     if kind == 1:
         edge = start = _bound_margins(probs, len(peaks) - 1, 1)
     elif kind == 2:
@@ -257,7 +257,7 @@ def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
 
 @njit(nogil=True)
 def _filled_up(x, count, step):
-    """A multiple of ``step``, up to which numbers without a share follow ``x[:count]``."""
+    """Pads ``x[:count]`` with -inf to a multiple of ``step``; returns the padded length."""
     full = (count + step - 1) // step * step
     for i in range(count, full):
         x[i] = -math.inf
@@ -266,22 +266,23 @@ def _filled_up(x, count, step):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _bound_margins(x, count, kind):
-    """A threshold that is no higher than that of a row of which ``x[:count]`` is a part."""
+    """A lower bound on the threshold of a row of which ``x[:count]`` is a part."""
     least, slack = x.dtype.type(-1), x.dtype.type(_SLACK)
     return max(_climb(x, _filled_up(x, count, BLOCK), least, kind)[0] - slack, least)
 
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _climb(x, count, threshold, kind):
-    """Newton's method on the norm of the margins climbs to the threshold and never passes it.
+    """The threshold, by Newton's method on the norm of the margins; sums of shares and slopes.
 
-    Gives that, the sum of the shares and that of the slopes. The norm is the sum of the margins for
-    kind 1, and the Euclidean one for kind 2. A block is summed in the dtype of ``x``, which may be
-    reordered; blocks in float64.
+    The iteration approaches the threshold from below and never passes it. The norm is the sum of
+    the margins for kind 1, and the Euclidean norm for kind 2. Each block is summed in the dtype of
+    ``x``, in any order; the blocks are summed in float64.
     """
     real = x.dtype.type
     zero, one, scale = real(0), real(1), real(1.0 / kind)
-    # Any margin times this is at least 1: a count that, unlike a comparison, is vectorised.
+    # Any positive margin times this is at least 1. Counting this way is vectorised, unlike a
+    # comparison.
     large = real(1e30)
     while True:
         total, weight = 0.0, 0.0
@@ -303,7 +304,7 @@ def _climb(x, count, threshold, kind):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _solve_margins(x, count, start, kind):
-    """Probabilities in place of the distances ``x[:count]``, from a bound on the threshold."""
+    """Overwrites the distances ``x[:count]`` with probabilities, from a bound on the threshold."""
     real = x.dtype.type
     zero, scale = real(0), real(1.0 / kind)
     full = _filled_up(x, count, BLOCK)
@@ -319,7 +320,7 @@ def _solve_margins(x, count, start, kind):
 
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 def _backward_some(start, stop, probs, grad, out, alphas, by_alpha, kind):
-    """``by_alpha`` gets the gradient of the alpha of each row, where it has room for any."""
+    """Writes the gradient; if ``by_alpha`` is not empty, also that of the alpha of each row."""
     n, zero = probs.shape[1], probs.dtype.type(0)
     column = np.empty(n + 1, np.int32)
     slopes = np.empty(n + 1, np.float64)
@@ -338,8 +339,8 @@ def _backward_some(start, stop, probs, grad, out, alphas, by_alpha, kind):
                 upstream[i] = grad[row, column[i]]
             by_alpha[row] = _alpha_row(shares[:count], upstream, logs, excess)
         _to_slopes(slopes, count, excess, kind)
-        # Where alpha > 2 one slope can dwarf all others; measured from its gradient nothing
-        # cancels.
+        # For alpha > 2 one slope can be far larger than all others. Subtracting its gradient avoids
+        # cancellation.
         total, steepest, shift = 0.0, 0.0, 0.0
         for i in range(count):
             slope = slopes[i]
@@ -359,7 +360,7 @@ _solve_rows, _backward_rows = by_rows(_solve_some), by_rows(_backward_some)
 
 @njit(nogil=True)
 def _tile(matrix, columns):
-    """How many columns are rows at a time, and how wide: filled up to whole vectors."""
+    """Number of columns that are transposed together, and their length, padded to whole vectors."""
     lanes = lanes_of(matrix.itemsize)
     some = min(columns, max(lanes, _IN_CACHE // len(matrix)))
     return some, (len(matrix) + lanes - 1) // lanes * lanes
@@ -368,7 +369,7 @@ def _tile(matrix, columns):
 @by_rows
 @njit(nogil=True, cache=True)
 def _solve_columns(start, stop, matrix, out, alphas, kind):
-    """Some columns at a time are turned into rows, in memory that stays in the cache."""
+    """Transposes a tile of columns into rows that fit in the cache, solves them, and back."""
     height = len(matrix)
     shape = some, _ = _tile(matrix, stop - start)
     rows, made = np.full(shape, -np.inf, matrix.dtype), np.empty(shape, matrix.dtype)
@@ -406,7 +407,7 @@ def _alpha_row(p, upstream, logs, excess):
     for i in range(len(p)):
         lowest = min(lowest, p[i])
     given = p, upstream, logs, real(excess), real(shift)
-    # Beyond, the vectorised exponential ends.
+    # The vectorised exponential supports arguments up to 80.
     if -excess * math.log(lowest) < 80.0:
         total, square, first, second = _alpha_sums(*given)
     else:
@@ -416,7 +417,7 @@ def _alpha_row(p, upstream, logs, excess):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _logs_and_means(p, upstream, logs):
-    """Logarithms of probabilities; their entropy, and the mean of what comes from upstream."""
+    """Writes the logarithms of the probabilities; returns entropy and mean upstream gradient."""
     for i in range(len(p)):
         logs[i] = log(p[i]) + p[i] * p.dtype.type(0.0)
     entropy, product = p.dtype.type(0.0), p.dtype.type(0.0)
@@ -427,9 +428,10 @@ def _logs_and_means(p, upstream, logs):
 
 
 def _compiled_alpha_sums(exponential):
-    """Sums over p: of p exp(x), p s, u p log p and u p s; s = log(p)^2 (exp(x) - 1 - x) / x^2.
+    """Compiles the sums of p exp(x), p s, u log(p) and u s, for a given exponential.
 
-    x is ``-excess * log(p)``, and u is measured from its mean: the derivatives of a row sum to 0.
+    Here x is ``-excess * log(p)``, s is ``log(p)**2 * (exp(x) - 1 - x) / x**2``, and u is p times
+    the upstream gradient less its mean.
     """
 
     @njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -457,7 +459,7 @@ _alpha_sums, _alpha_sums_far = _compiled_alpha_sums(exp), _compiled_alpha_sums(m
 
 @njit(nogil=True, forceinline=True)
 def _remainder_series(x):
-    """``(exp(x) - 1 - x) / x**2`` near 0, to the last bit of float64 up to 0.3."""
+    """``(exp(x) - 1 - x) / x**2`` for x up to 0.3, to float64 precision."""
     real = type(x)
     total = real(_SERIES[11])
     for k in range(10, -1, -1):
@@ -467,7 +469,7 @@ def _remainder_series(x):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _to_slopes(shares, count, excess, kind):
-    """``p ** (2 - alpha)`` in place of p."""
+    """Overwrites p with ``p ** (2 - alpha)``."""
     if kind == 1:
         for i in range(count):
             shares[i] /= shares[i]
@@ -475,26 +477,26 @@ def _to_slopes(shares, count, excess, kind):
         for i in range(count):
             shares[i] = math.sqrt(shares[i])
     elif kind == 0 and excess > 1.0:
-        # These may be too large for any number.
+        # These may overflow to infinity, which the vectorised exponential does not support.
         for i in range(count):
             shares[i] **= 1.0 - excess
     elif kind == 0:
         for i in range(count):
-            # The second term hands a NaN on.
+            # The second term propagates NaN.
             shares[i] = exp((1.0 - excess) * log(shares[i])) + shares[i] * 0.0
 
 
 _SERIES = tuple(1.0 / math.factorial(k + 2) for k in range(12))
-# On longer rows picking out candidates, and the support, pays (measured with AVX-512).
+# On longer rows it is faster to gather the candidates, and the support (measured with AVX-512).
 LONGEST = 1024
 LONGEST_BACKWARD = 1024
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def solve_short(rows, out, four, kind):
-    """Probabilities of one to four rows into ``out``; says whether all of them have some.
+    """Writes the probabilities of one to four rows to ``out``; returns whether all are valid.
 
-    If not, nothing is written. ``four`` is room to work in.
+    If a row is empty or has a NaN or +inf, nothing is written. ``four`` is scratch memory.
     """
     last = len(rows) - 1
     second, third = min(1, last), min(2, last)
@@ -502,7 +504,7 @@ def solve_short(rows, out, four, kind):
     (p2, sane2), (p3, sane3) = top_of_rest(rows, third, 0), top_of_rest(rows, last, 0)
     if not (sane0 and sane1 and sane2 and sane3 and min(p0, p1, p2, p3) > -math.inf):
         return False
-    # Inlined for a known kind, each is a loop of its own.
+    # Each call is inlined with a constant kind, which gives a specialised loop.
     if kind == 1:
         _solve_four(rows, 0, second, third, last, p0, p1, p2, p3, out, four, 1)
     else:
@@ -512,10 +514,10 @@ def solve_short(rows, out, four, kind):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
-    """Probabilities of four rows, which may be one and the same, into ``out``.
+    """Writes the probabilities of four rows, which may be the same row, to ``out``.
 
-    ``p0`` to ``p3`` are their maxima, which must be finite. What comes out for a row does not
-    depend on the others.
+    ``p0`` to ``p3`` are their maxima, which must be finite. The result of a row does not depend on
+    the other rows.
     """
     scale = x.dtype.type(1.0 / kind)
     _centre(rows, r0, p0, x, 0, scale)
@@ -530,7 +532,7 @@ def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
         while True:
             (a0, b0), (a1, b1) = margins(x, 0, count, t0), margins(x, 1, count, t1)
             (a2, b2), (a3, b3) = margins(x, 2, count, t2), margins(x, 3, count, t3)
-            # The threshold is that of the last support: if it leaves the same, it is the one.
+            # A threshold is exact if its support is the one that it was computed from.
             if b0 == c0 and b1 == c1 and b2 == c2 and b3 == c3:
                 break
             t0, t1 = _unless(b0 == c0, t0, a0, b0), _unless(b1 == c1, t1, a1, b1)
@@ -544,7 +546,7 @@ def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
             f2, f3 = _following(t2, a2, b2), _following(t3, a3, b3)
             if not (f0 > t0 or f1 > t1 or f2 > t2 or f3 > t3):
                 break
-            # A row that is solved stays where it is.
+            # A solved row keeps its threshold.
             t0, t1 = max(f0, t0), max(f1, t1)
             t2, t3 = max(f2, t2), max(f3, t3)
     _write(x, 0, out, r0, t0, a0, b0, kind)
@@ -555,17 +557,17 @@ def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST)
 def _centre(rows, row, top, x, four, scale):
-    """The distances of a row to its maximum, halved for kind 2."""
+    """Writes the distances of a row to its maximum, halved for kind 2."""
     for i in range(rows.shape[1]):
         x[four, i] = (rows[row, i] - top) * scale
 
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _unless(solved, threshold, total, count):
-    """The threshold at which so many margins would sum to 1; where it is solved, as it is.
+    """The threshold at which ``count`` margins sum to 1; unchanged if the row is solved.
 
-    It never falls, and so the count never rises: rounding alone would let a score that lies on the
-    threshold leave the support and return without end.
+    The threshold never decreases, so the count never increases. Otherwise a score at the threshold
+    could leave and enter the support forever, by rounding.
     """
     following = type(threshold)(threshold + (total - 1.0) / count)
     return threshold if solved else max(threshold, following)
@@ -573,14 +575,14 @@ def _unless(solved, threshold, total, count):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _following(threshold, total, weight):
-    """Newton's next threshold at 1.5, which never passes the root."""
+    """Newton's next threshold for alpha 1.5, which never passes the root."""
     norm = math.sqrt(total)
     return type(threshold)(threshold + norm * (norm - 1.0) / weight)
 
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _write(x, four, out, row, threshold, total, weight, kind):
-    """The probabilities of one row, with the last Newton step taken on them."""
+    """Writes the probabilities of one row, after a last Newton step on them."""
     zero = x.dtype.type(0)
     missing = x.dtype.type((1.0 - total) / weight)
     for i in range(out.shape[1]):
@@ -591,11 +593,11 @@ def _write(x, four, out, row, threshold, total, weight, kind):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def backward_row(probs, grad, out, row, kind):
-    """The Jacobian at a short row times its gradient, for kinds 1, 2 and 3 (softmax)."""
+    """The Jacobian of a short row times its gradient, for kinds 1, 2 and 3 (softmax)."""
     zero = probs.dtype.type(0)
     n = probs.shape[1]
-    # This loop only reads. One that also writes is vectorised only where its arrays lie far enough
-    # apart: the order of its sums, and with it the last bit, would depend on addresses.
+    # This loop only reads. A loop that also writes is vectorised only if its arrays do not overlap:
+    # the order of its sums, and thereby the last bit, would depend on addresses.
     total, product = zero, zero
     for i in range(n):
         slope = _slope(probs[row, i], kind)
@@ -612,33 +614,33 @@ def _slope(share, kind):
     """``p ** (2 - alpha)``, 0 outside the support."""
     zero, one, large = type(share)(0), type(share)(1), type(share)(1e30)
     if kind == 1:
-        # 1 on the support, as above; the second term hands a NaN on.
+        # 1 on the support, as in _climb; the second term propagates NaN.
         return min(share * large, one) + share * zero
     return math.sqrt(share) if kind == 2 else share
 
 
-# At any alpha: with L the logarithm of the largest probability, c = alpha - 1 and d the distance to
-# the maximum, p = exp(L + log1p(c d exp(-c L)) / c), which is softmax as c goes to 0.
+# For any alpha: with L the logarithm of the largest probability, c = alpha - 1 and d the distance
+# to the maximum, p = exp(L + log1p(c d exp(-c L)) / c), which becomes softmax as c goes to 0.
 
-# Less is softmax to the last bit.
+# Below this excess the result equals softmax.
 _LEAST_EXCESS = 1e-12
-# How near a sum must come to 1 for a result in float32, and in float64: the last step, which is
-# taken on the probabilities, leaves about the square of it.
+# How close a sum must be to 1 for a result in float32, and in float64. The last step, on the
+# probabilities, reduces the error to about its square.
 _NEAR_32, _NEAR_64 = 1e-5, 1e-9
 _FEW_TRIPS, _MANY_TRIPS = 12, 400
-# How far the bound that a part of a row gives is moved for the sake of rounding.
+# Slack of the bound from a part of a row, for rounding.
 _SLACK = 1e-6
-# Candidates that are summed together: loops of this fixed length are vectorised.
+# Candidates per inner loop: loops of this fixed length are vectorised.
 _STEP = 16
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def bound_any(x, narrow, count, excess):
-    """From a part of a row: a bound on the unknown, and the distance from which on shares are 0."""
+    """A bound on the unknown from a part of a row, and the distance up to which shares are 0."""
     if excess < _LEAST_EXCESS:
         return 0.0, x.dtype.type(-math.inf)
     bound = 0.0
-    # Beyond, float32 is too coarse for the steep slopes at the edge of the support.
+    # For a larger excess, float32 is too coarse for the steep slopes at the edge of the support.
     if excess <= 1.0:
         full = _filled_up(x, count, _STEP)
         for i in range(full):
@@ -651,10 +653,10 @@ def bound_any(x, narrow, count, excess):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def solve_any(x, room, count, excess, start):
-    """Probabilities in place of the distances ``x[:count]`` to the maximum of a row.
+    """Overwrites the distances ``x[:count]`` to the maximum of a row with probabilities.
 
-    The first trips are made in float32, from ``start``. ``x``, and two arrays to work in, have room
-    for a vector more, which is filled up.
+    The first iterations, from ``start``, are in float32. ``x`` and the two scratch arrays ``room``
+    are long enough to be padded to a multiple of ``_STEP``.
     """
     narrow, wide = room
     full = _filled_up(x, count, _STEP)
@@ -664,7 +666,7 @@ def solve_any(x, room, count, excess, start):
     start, _, _ = _newton(narrow, full, excess, start, _NEAR_32, _FEW_TRIPS)
     within = _NEAR_32 if x.itemsize == 4 else _NEAR_64
     if excess > 1.0:
-        # Slopes are steep at the edge of the support, and that step leaves more.
+        # Slopes are steep at the edge of the support, so the last step leaves a larger error.
         within *= within
     log_top, total, weight = _newton(wide, full, excess, start, within, _MANY_TRIPS)
     _finish(x, wide, full, excess, log_top, (1.0 - total) / weight)
@@ -672,12 +674,12 @@ def solve_any(x, room, count, excess, start):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _newton(x, count, excess, start, within, trips):
-    """Newton's method on the logarithm of the sum, in a bracket that some steps halve.
+    """Newton's method on the logarithm of the sum, within a bracket that some steps bisect.
 
-    Gives the logarithm of the largest probability, and the sums of shares and slopes there.
+    Returns the logarithm of the largest probability, and the sums of shares and slopes there.
     """
     low, high = -math.log(count), 0.0
-    # Where slopes are steep at the edge of the support Newton's steps may lead astray.
+    # For alpha > 2 slopes are steep at the edge of the support, and Newton steps may go wrong.
     every = 4 if excess > 1.0 else 12
     log_top, total, weight = start, 1.0, 1.0
     for trip in range(1, trips + 1):
@@ -692,7 +694,7 @@ def _newton(x, count, excess, start, within, trips):
         if trip % every == 0 or not low < following < high:
             following = 0.5 * (low + high)
         if not low < following < high:
-            # The bracket is closed; its upper end has the whole support.
+            # The bracket is closed; at its upper end the whole support is present.
             following = high
         if following == log_top:
             break
@@ -702,20 +704,20 @@ def _newton(x, count, excess, start, within, trips):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _scale(log_top, excess):
-    # Without the bound 0 * inf would drop the maximum itself when alpha is very large.
+    # Without the minimum, 0 * inf would exclude the maximum itself for a very large alpha.
     return excess * math.exp(min(-excess * log_top, 80.0))
 
 
 @njit(nogil=True, forceinline=True, fastmath={"contract"}, error_model="numpy")
 def _share(distance, log_top, scale, reciprocal):
-    """A probability, and its slope. Branches are choices, so that loops are vectorised."""
+    """A probability and its slope. Selects instead of branches, so that loops are vectorised."""
     number = type(distance)
     ratio = distance * scale
     inside = ratio > number(-1)
     ratio = ratio if inside else number(0)
     grown = number(1) + ratio
     slope = number(1) / grown
-    # log1p: what was lost when 1 was added comes back.
+    # log1p(ratio): the rounding error of 1 + ratio is added back.
     power = (log(grown) + (ratio - (grown - number(1))) * slope) * reciprocal
     share = exp(log_top + power) if inside else number(0)
     return share, share * slope
@@ -744,7 +746,7 @@ def _sums(x, count, log_top, excess):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _finish(x, wide, count, excess, log_top, missing):
-    """The last step is taken on the probabilities: rounding of the unknown is undone."""
+    """A last step on the probabilities, which corrects the rounding of the unknown."""
     if excess < _LEAST_EXCESS:
         for i in range(count):
             x[i] = exp(log_top + wide[i]) * (1.0 + missing)
@@ -757,7 +759,7 @@ def _finish(x, wide, count, excess, log_top, missing):
             share = max(share + slope * missing, 0.0)
             wide[i] = share
             norm += share
-    # Slopes are steep at the edge of the support where alpha > 2, and a step may overshoot.
+    # For alpha > 2 slopes are steep at the edge of the support, and the step may overshoot.
     factor = 1.0 / norm if excess > 1.0 else 1.0
     for i in range(count):
         x[i] = wide[i] * factor

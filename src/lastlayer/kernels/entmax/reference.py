@@ -1,8 +1,8 @@
-"""entmax in plain torch: the definition that the kernels are tested against.
+"""entmax in plain torch: the reference that the kernels are tested against.
 
-Rows are the last dimension. The maximum is subtracted first, so ``distance = scores - max <= 0``,
-and with ``excess = alpha - 1`` the map is ``p = relu(top + excess * distance) ** (1 / excess)``,
-where ``top = max(p) ** excess`` is the one unknown. README.md beside this file derives it all.
+Rows are the last dimension. With ``distance = scores - max <= 0`` and ``excess = alpha - 1`` the
+map is ``p = relu(top + excess * distance) ** (1 / excess)``, where ``top = max(p) ** excess`` is
+the only unknown. README.md has the derivation.
 """
 
 import math
@@ -39,7 +39,7 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
 
 
 def log_(scores: Tensor, alpha: float) -> None:
-    """Log-probabilities in place of the scores, -inf for 0."""
+    """Overwrites the scores with log-probabilities, -inf for a probability of 0."""
     scores.copy_(forward(scores, alpha, None).log_())
 
 
@@ -53,7 +53,8 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     slope = torch.where(support, torch.where(support, values, 1.0) ** exponent, 0.0)
     slope = torch.where(values.isnan(), values, slope)
     if slope.shape[-1]:
-        # Where alpha > 2 one slope can dwarf all others; from its gradient on nothing cancels.
+        # For alpha > 2 one slope can be far larger than all others. Subtracting its gradient avoids
+        # cancellation.
         steepest = slope.argmax(-1, keepdim=True)
         upstream = upstream - upstream.gather(-1, steepest)
     weighted = torch.where(support, slope * upstream, 0.0)
@@ -62,15 +63,15 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
 
 
 def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """That of the scores, and ``<grad, dp / d alpha>`` of each row in the dtype of ``row_alpha``.
+    """The gradients of the scores and, ``<grad, dp / d alpha>`` per row, of ``row_alpha``.
 
-    The gradient is read on the support only.
+    The upstream gradient is read on the support only.
     """
     dtype = accumulation_dtype(probs.dtype)
     values, excess = probs.to(dtype), row_alpha.to(dtype).unsqueeze(-1) - 1.0
     support = values != 0.0
     upstream = torch.where(support, grad.to(dtype), 0.0)
-    # The derivatives of a row sum to 0: measured from the mean nothing cancels.
+    # The derivatives of a row sum to 0, so the mean can be subtracted, which avoids cancellation.
     upstream = torch.where(support, upstream - (values * upstream).sum(-1, keepdim=True), 0.0)
     logs = torch.log(torch.where(support, values, 1.0))
     power = -excess * logs
@@ -90,7 +91,7 @@ def support(
     scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
+    """Values, classes (ascending) and number of non-zeros of each row, padded with (0, class 0)."""
     if wide and scores.itemsize < 4:
         scores = scores.float()
     if shrink != 1.0:
@@ -110,7 +111,7 @@ def support(
 
 
 def _sorted(distance: Tensor, alpha: float) -> Tensor:
-    """Closed form for alpha 1.5 and 2: the largest prefix of the sorted row that carries itself."""
+    """Closed form for alpha 1.5 and 2: the support is a prefix of the sorted row."""
     scaled = distance * (alpha - 1.0)
     ordered = scaled.sort(-1, descending=True).values.clamp(min=-2.0)
     size = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device, dtype=ordered.dtype)
@@ -129,10 +130,10 @@ def _sorted(distance: Tensor, alpha: float) -> Tensor:
 
 
 def _bisected(distance: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities for any alpha, with ``log(max(p))`` halved down to the last bit of the dtype.
+    """Probabilities for any alpha, by bisection of ``log(max(p))`` to the precision of the dtype.
 
-    The largest probability lies in [1/n, 1]. The upper end is returned: there the sum is at least
-    1, so every class of the support is present and :func:`_polished` only has to take away.
+    The largest probability lies in [1/n, 1]. The upper end of the bracket is returned: there the
+    sum is at least 1, so every class of the support is present.
     """
     low = torch.full_like(excess, -math.log(distance.shape[-1]))
     high = torch.zeros_like(excess)
@@ -146,8 +147,8 @@ def _bisected(distance: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _deformed_exp(distance: Tensor, log_top: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
-    """``p`` for a given ``log(max(p))``, and its derivative up to a factor that the row shares."""
-    # The clamp keeps 0 * inf from dropping the maximum itself when alpha is very large.
+    """``p`` for a given ``log(max(p))``, and its derivative up to a common factor of the row."""
+    # Without the clamp, 0 * inf would exclude the maximum itself for a very large alpha.
     ratio = excess * distance * torch.exp((-excess * log_top).clamp(max=80.0))
     inside = ratio > -1.0
     ratio = torch.where(inside, ratio, 0.0)
@@ -160,10 +161,10 @@ def _deformed_exp(distance: Tensor, log_top: Tensor, excess: Tensor) -> tuple[Te
 
 
 def _polished(probs: Tensor, slope: Tensor, excess: Tensor) -> Tensor:
-    """The last Newton step, taken on the probabilities, which rounding of a threshold cannot spoil.
+    """A last Newton step on the probabilities, which corrects the rounding of the threshold.
 
-    Where alpha > 2 the slope is infinite at the edge of the support and a step may overshoot; the
-    clamp and the division put such a row right.
+    For alpha > 2 the slope is infinite at the edge of the support and the step may overshoot; the
+    clamp and the division correct this.
     """
     missing = 1.0 - probs.sum(-1, keepdim=True)
     probs = (probs + slope * (missing / slope.sum(-1, keepdim=True))).clamp(min=0.0)

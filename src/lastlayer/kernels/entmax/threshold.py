@@ -1,15 +1,14 @@
-"""The threshold of entmax inside a Triton program: shares of the classes, and the next guess.
+"""Solves for the threshold of entmax within a Triton program, by Newton's method.
 
-``KIND`` says which member of the family: k is alpha = 1 + 1/k, where a probability is the k-th
-power of a margin, so that 1 is sparsemax and 2 is entmax at 1.5; 0 is any alpha. ``at`` is the
-unknown of a row: the threshold tau, approached from below; for kind 0 the logarithm of the largest
-probability, held between ``low`` and ``high``.
-A tile is one row (``AXIS`` 0), several (``AXIS`` 1: an unknown for each), or one row in blocks
-(``AXIS`` BOTH).
+``KIND`` k > 0 stands for alpha = 1 + 1/k, where a probability is the k-th power of a margin: 1 is
+sparsemax, 2 is entmax with alpha 1.5. ``KIND`` 0 is any alpha. ``at`` is the unknown of a row. For
+k > 0 it is the threshold tau, approached from below. For kind 0 it is the logarithm of the largest
+probability, bracketed by ``low`` and ``high``. A tile is one row (``AXIS`` 0), several rows
+(``AXIS`` 1, with one unknown per row), or one row in blocks (``AXIS`` BOTH).
 
-Kernels that use this are launched with ``enable_fp_fusion=False``. Loops here end when sums say
-so, and every thread must see the same sums: if the compiler fused the products of one thread into
-the exchange of partial sums, two threads would round differently, disagree and wait forever.
+Kernels that use these functions are launched with ``enable_fp_fusion=False``. The loops end
+depending on sums, which must be equal in all threads of a program. If the compiler fused products
+into the reduction, two threads could round differently, and one would wait forever for the other.
 """
 
 import triton
@@ -17,17 +16,17 @@ import triton.language as tl
 
 from lastlayer.kernels._triton import chosen_columns, expm1, next_power_of_2
 
-# A sum of float32 probabilities cannot be told from 1 more closely than this. Up to alpha 1.5
-# probabilities bend so little that a last step on themselves mends more than that.
+# How close a sum must be to 1. The first is the rounding error of a sum of float32 probabilities.
+# Up to alpha 1.5 the curvature is so low that the last step, on the probabilities, corrects more.
 SUM_TOLERANCE, EARLY_TOLERANCE = tl.constexpr(2.5e-7), tl.constexpr(1e-4)
-# The bracket of kind 0 closes long before; a bound on a loop that a wild row could enter.
+# A safeguard: the bracket of kind 0 closes in far fewer iterations.
 MAX_TRIPS = tl.constexpr(120)
 BOTH = tl.constexpr(2)
-# Beyond, a product of so many margins takes as long as a power.
+# For a larger k, multiplying k margins takes as long as a power.
 HIGHEST_KIND = 8
-# Up to here one program finds the peaks of a row and finishes it.
+# Up to this width one program finds the peaks of a row and solves it.
 WIDEST_IN_ONE_PROGRAM = 16384
-# Kinds of entropies, as entropy_and_slope takes them.
+# Alpha to the KIND of entropy_and_slope; 0 for any other alpha.
 ENTROPIES = {2.0: 1, 1.5: 2, 1.0: 3}
 
 
@@ -39,14 +38,14 @@ def kind_of(alpha: float) -> int:
 
 
 def group_and_warps(n: int, width: int) -> dict[str, int]:
-    """How many chosen blocks of a row a program looks at together, and its warps."""
+    """Number of chosen blocks that a program loads together, and its number of warps."""
     scores, warps = (256, 1) if n <= 2048 else (512, 2) if n <= 8192 else (1024, 4)
     return dict(GROUP=max(1, scores // width), num_warps=warps)
 
 
 @triton.jit
 def shares(distance, at, excess, KIND: tl.constexpr):
-    """Probabilities at the guess ``at``, and their slopes up to a factor that the row shares."""
+    """Probabilities at the guess ``at``, and their slopes up to a common factor of the row."""
     if KIND == 1:
         probs = tl.maximum(distance - at, 0.0)
         slope = tl.where(distance > at, 1.0, 0.0)
@@ -57,13 +56,13 @@ def shares(distance, at, excess, KIND: tl.constexpr):
             slope = slope * margin
         probs = slope * margin
     else:
-        # Without the bound 0 * inf would drop the maximum itself when alpha is very large.
+        # Without the minimum, 0 * inf would exclude the maximum itself for a very large alpha.
         ratio = distance * (excess * tl.exp(tl.minimum(-excess * at, 80.0)))
         inside = ratio > -1.0
         ratio = tl.where(inside, ratio, 0.0)
         grown = 1.0 + ratio
         inverse = 1.0 / grown
-        # log(1 + r), right to the last bits for small r: with what the sum 1 + r lost.
+        # log(1 + r), precise for small r, since the rounding error of 1 + r is added back.
         log1p = tl.log(grown) + (ratio - (grown - 1.0)) * inverse
         nearly_softmax = excess < 1e-7
         power = log1p * (1.0 / tl.where(nearly_softmax, 1.0, excess))
@@ -75,7 +74,7 @@ def shares(distance, at, excess, KIND: tl.constexpr):
 
 @triton.jit
 def unsolved_row(peak, KIND: tl.constexpr):
-    """``at`` before anything is known of a row: the bound that its maximum alone gives."""
+    """The initial ``at`` of a row: the bound that follows from its maximum alone."""
     if KIND == 0:
         return peak * 0.0
     else:
@@ -84,7 +83,7 @@ def unsolved_row(peak, KIND: tl.constexpr):
 
 @triton.jit
 def _norm_and_fall(total, weight, KIND: tl.constexpr):
-    """The KIND-norm of the margins, and how fast it falls as the threshold rises."""
+    """The KIND-norm of the margins, and its negated derivative with respect to the threshold."""
     if KIND == 1:
         return total, weight
     elif KIND == 2:
@@ -97,10 +96,10 @@ def _norm_and_fall(total, weight, KIND: tl.constexpr):
 
 @triton.jit
 def leap(at, total, weight, KIND: tl.constexpr):
-    """A first step for kinds above 0 that lands near the root, on either side of it.
+    """The first step for kinds above 0, which lands near the root, on either side of it.
 
-    The norm of the margins falls about as an exponential does where scores thin out upwards, so
-    this is Newton's method on its logarithm. It saves a pass over the row.
+    If higher scores are rarer, the norm of the margins decays roughly exponentially, so this is
+    Newton's method on its logarithm. It saves a pass over the row.
     """
     norm, fall = _norm_and_fall(total, weight, KIND)
     near = (norm > 1.001) & (norm < 4.0)
@@ -117,13 +116,13 @@ def _tolerance(excess):
 
 @triton.jit
 def advance(at, low, high, total, weight, excess, trips, KIND: tl.constexpr):
-    """The next guess from the sums of :func:`shares` at ``at``, and whether it is another one."""
+    """The next guess from the sums of :func:`shares` at ``at``, and whether it differs."""
     if KIND > 0:
-        # Newton's method on the KIND-norm of the margins, which is convex and falls with the
-        # threshold: it climbs to the root and never passes it.
+        # Newton's method on the KIND-norm of the margins, a convex and decreasing function of the
+        # threshold: it approaches the root from below and never passes it.
         norm, fall = _norm_and_fall(total, weight, KIND)
         following = at + (norm - 1.0) / fall
-        # A leap may have gone too far. From there the first step leads back below the root.
+        # The leap may have passed the root. The first step from there leads back below it.
         go = (following > at) | ((following < at) & (trips == 1))
     else:
         low = tl.where(total < 1.0, tl.maximum(low, at), low)
@@ -134,7 +133,7 @@ def advance(at, low, high, total, weight, excess, trips, KIND: tl.constexpr):
         following = tl.where(inside, newton, middle)
         unsolved = (tl.abs(total - 1.0) > _tolerance(excess)) & (trips < MAX_TRIPS)
         closed = (following <= low) | (following >= high)
-        # A closed bracket ends at its upper end, where the whole support is present.
+        # A closed bracket returns its upper end, where the whole support is present.
         following = tl.where(closed, high, following)
         go = unsolved & (following != at) & (total > 0.0) & (excess >= 0.0)
     return tl.where(go, following, at), low, high, go
@@ -142,7 +141,7 @@ def advance(at, low, high, total, weight, excess, trips, KIND: tl.constexpr):
 
 @triton.jit
 def per_class(row_values, AXIS: tl.constexpr):
-    """What is known of each row, to be combined with its classes."""
+    """Values of each row, in a shape that broadcasts over its classes."""
     if AXIS == 1:
         return row_values[:, None]
     else:
@@ -168,7 +167,7 @@ def _any(go, AXIS: tl.constexpr):
 
 @triton.jit
 def solve_tile(distance, at, log_n, excess, KIND: tl.constexpr, AXIS: tl.constexpr):
-    """The unknown of each row of a tile held on chip, with its sums, from a bound ``at``."""
+    """The unknown of each row of a tile in registers, and its sums, from a bound ``at``."""
     low = at * 0.0 - log_n
     high = at
     probs, slope = shares(distance, per_class(at, AXIS), per_class(excess, AXIS), KIND)
@@ -189,7 +188,7 @@ def solve_tile(distance, at, log_n, excess, KIND: tl.constexpr, AXIS: tl.constex
 
 @triton.jit
 def is_broken(peak, excess, KIND: tl.constexpr):
-    """Rows whose result is NaN: a score is NaN or +inf, or alpha is below 1 or NaN."""
+    """Whether the result of a row is NaN: a score is NaN or +inf, or alpha is below 1 or NaN."""
     broken = peak == float("inf")
     if KIND == 0:
         broken = broken | (excess < 0.0) | (excess != excess)
@@ -198,13 +197,13 @@ def is_broken(peak, excess, KIND: tl.constexpr):
 
 @triton.jit
 def solved_tile(distance, at, broken, log_n, excess, KIND: tl.constexpr, AXIS: tl.constexpr):
-    """The probabilities of a tile held on chip, from a bound ``at``; NaN in broken rows."""
+    """The probabilities of a tile in registers, from a bound ``at``; NaN in broken rows."""
     at, total, weight = solve_tile(distance, at, log_n, excess, KIND, AXIS)
     probs, slope = shares(distance, per_class(at, AXIS), per_class(excess, AXIS), KIND)
     missing = correction(total, weight, broken)
     probs = polished(probs, slope, per_class(missing, AXIS))
     if KIND == 0:
-        # Where alpha > 2 slopes are steep at the edge of the support, and a step overshoots.
+        # For alpha > 2 slopes are steep at the edge of the support, and the step may overshoot.
         reached = row_sum(probs, AXIS)
         reached = tl.where((excess > 1.0) & (reached != 0.0), reached, 1.0)
         probs = probs / per_class(reached, AXIS)
@@ -213,11 +212,11 @@ def solved_tile(distance, at, broken, log_n, excess, KIND: tl.constexpr, AXIS: t
 
 @triton.jit
 def bound_from_part(distance, peak, log_n, excess, KIND: tl.constexpr):
-    """A bound on the unknown of a row from a part of it that has its maximum.
+    """A bound on the unknown of a row, from a part of the row that includes its maximum.
 
-    With fewer classes the same threshold leaves a smaller sum, so the threshold of a part lies
-    below that of the whole. The slack covers the rounding of both, and how far a sum may be from
-    1: it grows at least as fast as the logarithm of the largest probability.
+    With fewer classes the same threshold gives a smaller sum, so the threshold of a part is below
+    that of the whole row. The slack covers the rounding of both, and the tolerance of the sum,
+    which grows at least as fast as the logarithm of the largest probability.
     """
     at, _, _ = solve_tile(distance, unsolved_row(peak, KIND), log_n, excess, KIND, 0)
     if KIND == 0:
@@ -228,26 +227,26 @@ def bound_from_part(distance, peak, log_n, excess, KIND: tl.constexpr):
 
 @triton.jit
 def correction(total, weight, broken):
-    """What :func:`polished` adds per slope: NaN where a row has no result, 0 where it is empty."""
+    """The correction per slope of :func:`polished`: NaN for a broken row, 0 for an empty one."""
     missing = tl.where(weight > 0.0, (1.0 - total) / weight, 0.0)
     return tl.where(broken, float("nan"), missing)
 
 
 @triton.jit
 def polished(probs, slope, per_slope):
-    """The last Newton step, taken on the probabilities: rounding of the threshold is undone."""
+    """A last Newton step on the probabilities, which corrects the rounding of the threshold."""
     return tl.maximum(tl.fma(slope, per_slope, probs), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 def register_tile(n: int) -> tuple[int, int, int]:
-    """Width and rows of a tile that one program holds, and its warps."""
+    """Width and rows of a tile that fits in registers, and its number of warps."""
     width = max(16, next_power_of_2(n))
     return width, max(1, 512 // width), max(1, min(8, width // 1024))
 
 
 @triton.jit
 def tile(n_rows, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows (a scalar where there is one) and columns of this program, and which entries exist."""
+    """Rows (a scalar for ``ROWS`` 1) and columns of this program, and which entries exist."""
     column = tl.arange(0, WIDTH)
     if ROWS == 1:
         row = tl.program_id(0).to(tl.int64)
@@ -259,7 +258,7 @@ def tile(n_rows, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def below(values, origin, SHRINK: tl.constexpr):
-    """How far scores lie from the maximum, at most 0."""
+    """Scores less their maximum, at most 0."""
     if SHRINK == 1.0:
         return values - origin
     else:
@@ -275,16 +274,16 @@ def _sums_of_chosen(
     totals = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
     weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
     lost = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
-    # Several loads are then in flight together. Short rows would lose more by the registers, and
-    # powers take too long to compile that often.
+    # Unrolling overlaps several loads. For short rows the registers cost more than that saves, and
+    # unrolled powers take too long to compile.
     UNROLL: tl.constexpr = 4 if KIND > 0 and GROUP * WIDTH > 256 and not LONG else 1
     for first in tl.range(0, count, GROUP, loop_unroll_factor=UNROLL):
         column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
         probs, slope = shares(below(values, origin, SHRINK), at, excess, KIND)
         if LONG:
-            # Equal scores round the same way at each addition: a thousand of them would be
-            # noticed, so what an addition loses is kept for the next (Kahan's sum).
+            # Kahan summation: equal scores round in the same direction at each addition, and over
+            # a thousand additions the error would be noticeable.
             probs -= lost
             grown = totals + probs
             lost = (grown - totals) - probs
@@ -301,7 +300,7 @@ def solve_chosen(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
     SHRINK: tl.constexpr,
 ):  # fmt: skip
-    """As solve_tile, for a row with more candidates than the chip holds: they are read again."""
+    """As :func:`solve_tile`, for more candidates than fit in registers: each step reads them."""
     low, high = -log_n, at
     total, weight = _sums_of_chosen(
         scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG, SHRINK
@@ -322,7 +321,7 @@ def solve_chosen(
 
 @triton.jit
 def entropy_and_slope(probs, alpha, KIND: tl.constexpr):
-    """The entropy of each class, and its derivative by the probability."""
+    """Each class's term of the entropy, and its derivative with respect to the probability."""
     if KIND == 1:
         return 0.5 * probs * (1.0 - probs), 0.5 - probs
     elif KIND == 2:
@@ -341,7 +340,7 @@ def entropy_and_slope(probs, alpha, KIND: tl.constexpr):
 
 @triton.jit
 def exp_remainder(x):
-    """``(exp(x) - 1 - x) / x**2``: a series near 0, where that would cancel."""
+    """``(exp(x) - 1 - x) / x**2``, by a series near 0, where this would cancel."""
     near = tl.abs(x) < 0.3
     safe = tl.where(near, 1.0, x)
     series = 1.0 / 362880.0 + x * (1.0 / 3628800.0 + x * (1.0 / 39916800.0))
@@ -352,16 +351,16 @@ def exp_remainder(x):
 
 @triton.jit
 def alpha_terms(p, g, mean, excess):
-    """Of each class, what is summed up for the gradient of alpha; README.md has the formula."""
+    """Each class's terms of three sums for the gradient of alpha; README.md has the formula."""
     logs = tl.log(tl.where(p != 0.0, p, 1.0))
     square = logs * logs * exp_remainder(-excess * logs)
-    # The derivatives of a row sum to 0: measured from the mean nothing cancels.
+    # The derivatives of a row sum to 0, so the mean can be subtracted, which avoids cancellation.
     u = tl.where(p != 0.0, p * (g - mean), 0.0)
     return tl.where(p != 0.0, p * square, 0.0), u * logs, u * square
 
 
 @triton.jit
 def alpha_gradient(squares, firsts, seconds, entropy, weight, excess):
-    """Of each row, from the sums of :func:`alpha_terms`, the entropy and the sum of slopes."""
+    """Each row's gradient of alpha: from the sums of :func:`alpha_terms`, entropy and slopes."""
     moved = squares * firsts + entropy * seconds
     return (-seconds - excess * moved) / tl.where(weight == 0.0, 1.0, weight)

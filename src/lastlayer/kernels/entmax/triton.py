@@ -1,9 +1,9 @@
-"""entmax on CUDA. Narrow rows are solved in registers, wide ones by their peaks.
+"""entmax on CUDA: narrow rows are solved in registers, wide rows by the peaks of their blocks.
 
-Backward, the probabilities are read whole and the gradient on the support only. Wide rows take two
-kernels, as they do forward: one streams the probabilities, writes zeros and leaves two sums per
-block; the other finishes the blocks that have any support. README.md has the derivation, and
-threshold.py the threshold.
+Backward reads all probabilities, but the gradient only on the support. Wide rows take two kernels
+there too: the first streams the probabilities, writes zeros and stores two sums per block; the
+second processes the blocks that have non-zeros. README.md has the derivation, and threshold.py
+solves for the threshold.
 """
 
 import math
@@ -52,7 +52,7 @@ BACKWARD_SCORES, BACKWARD_GROUP = 4096, 1024
 
 
 def _as_alpha(alpha: float, row_alpha: Tensor | None) -> tuple[int, float, Tensor | None]:
-    """As the kernels take it: a kind, alpha - 1, and the alpha of each row."""
+    """Arguments of the kernels: the kind, alpha - 1, and the alpha of each row or None."""
     if row_alpha is not None:
         return 0, 0.0, row_alpha.reshape(-1).float().contiguous()
     return kind_of(alpha), alpha - 1.0, None
@@ -87,13 +87,13 @@ def _solve(
     scores: Tensor, alpha: float, row_alpha: Tensor | None, out: Tensor, indices: Tensor | None,
     size: Tensor | None, max_support: int, shrink: float = 1.0,
 ) -> None:  # fmt: skip
-    """Dense probabilities into ``out``, or where ``indices`` is given the non-zeros alone."""
+    """Writes dense probabilities to ``out``, or only the non-zeros if ``indices`` is given."""
     rows = as_rows(scores)
     n_rows, n = rows.shape
     compact = indices is not None
     kind, excess, per_row = _as_alpha(alpha, row_alpha)
     alphas = rows if per_row is None else per_row
-    # threshold.py says why nothing is fused.
+    # threshold.py explains enable_fp_fusion=False.
     options = dict(COMPACT=compact, SHRINK=shrink, enable_fp_fusion=False)
     shared = dict(KIND=kind, PER_ROW=per_row is not None, **options)
     if n <= WIDEST_IN_REGISTERS:
@@ -149,7 +149,7 @@ def _forward_in_registers(
 
 @triton.jit
 def _survives(probs, out):
-    """Which probabilities are not 0 once they are written."""
+    """Which probabilities are not 0 after conversion to the dtype of ``out``."""
     return probs.to(out.dtype.element_ty).to(tl.float32) != 0.0
 
 
@@ -158,7 +158,7 @@ def _write_chosen(
     out, indices, probs, column, live, filled, max_support,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the non-zeros of a group of blocks; says how many the row has so far."""
+    """Writes the non-zeros of a group of blocks; returns how many the row has so far."""
     present = _survives(probs, out) & live
     if COMPACT:
         flat = tl.reshape(present.to(tl.int32), (GROUP * WIDTH,))
@@ -178,7 +178,7 @@ def _finish_few(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, COMPACT: tl.constexpr,
     SHRINK: tl.constexpr,
 ):  # fmt: skip
-    """Solves and writes a row whose chosen blocks fit on the chip; says how many non-zeros."""
+    """Solves and writes a row whose chosen blocks fit in registers; returns its non-zeros."""
     column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
     values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
     distance = below(values, origin, SHRINK)
@@ -192,7 +192,7 @@ def _finish_many(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, COMPACT: tl.constexpr,
     LONG: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
-    """As _finish_few, for a row with more candidates than the chip holds."""
+    """As :func:`_finish_few`, for a row with more candidates than fit in registers."""
     at, total, weight = solve_chosen(
         scores, chosen, count, n, origin, at, log_n, excess, WIDTH, GROUP, KIND, LONG, SHRINK
     )
@@ -242,7 +242,7 @@ def _forward_of_chosen(
     broken = is_broken(peak, excess, KIND)
     origin = tl.where(peak == -float("inf"), 0.0, peak)
 
-    # Blocks whose peak does not pass the threshold of the peaks have no share.
+    # Blocks whose peak does not exceed the threshold of the peaks are zero.
     distance = below(peak_of, origin, SHRINK)
     at = bound_from_part(distance, origin, log_n, excess, KIND)
     reachable, _ = shares(distance, at, excess, KIND)
@@ -356,7 +356,8 @@ def _backward_in_registers(
         )
         tl.store(by_alpha + row, made.to(by_alpha.dtype.element_ty), mask=row < n_rows)
     if KIND == 0:
-        # Where alpha > 2 one slope can dwarf all others; from its gradient on nothing cancels.
+        # For alpha > 2 one slope can be far larger than all others. Subtracting its gradient avoids
+        # cancellation.
         steepest = slope == per_class(tl.max(slope, AXIS), AXIS)
         shift = tl.sum(tl.where(steepest, g, 0.0), AXIS) / tl.sum(steepest.to(tl.float32), AXIS)
         g -= per_class(shift, AXIS)
@@ -370,9 +371,9 @@ def _backward_sums(
     probs, grad, out, sums, n_rows, n, probs_stride, grad_stride, tiles, n_blocks,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Writes zeros. Of each block the sums of slopes, and of these times the gradient.
+    """Writes zeros, and per block the sum of slopes and the sum of slopes times gradients.
 
-    Powers would take longer than memory: for kind 0 the first is how many have a probability.
+    Kind 0 writes only the number of non-zeros: powers would take longer than the memory accesses.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
@@ -437,7 +438,7 @@ def _backward_of_chosen(
         mean = tl.sum(products, 0) / tl.sum(weights, 0)
     else:
         if excess > 1.0:
-            # As above: the gradients are measured from that of the steepest class.
+            # As above: the gradient of the steepest class is subtracted.
             shift = _gradient_of_steepest(probs, grad, chosen, count, n, excess, WIDTH, GROUP, KIND)
         slopes = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
         products = tl.zeros((GROUP, WIDTH), dtype=tl.float32)

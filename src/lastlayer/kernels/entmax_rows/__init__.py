@@ -1,13 +1,13 @@
-"""Rows to the Fenchel-Young loss of entmax and its gradient, from what is known of each row.
+"""The Fenchel-Young loss of entmax and its gradient, for rows of probabilities or scores.
 
-* ``forward_``: from probabilities, which become the gradient in place. The target has class ids, or
-  but for ``triton.py`` distributions; nor has that an alpha per row.
-* ``listed``: from the scores of a few listed classes. A class of -1 is padding, whose score does
-  not count.
-* ``flat_``, in ``triton.py`` alone: from scores with wide supports, which become the gradient in
-  place; elsewhere probabilities are made first.
+* ``forward_``: from probabilities, which become the gradient in place. The target has class ids or
+  distributions. ``triton.py`` supports neither distributions nor one alpha per row.
+* ``listed``: from the scores of a few listed classes. A class of -1 is padding, whose score is
+  ignored.
+* ``flat_``, only in ``triton.py``: from scores with wide supports, which become the gradient in
+  place. Without it, probabilities are computed first.
 
-``alpha`` 1 takes Shannon's entropy, as softmax over all, the k largest or the listed scores does.
+``alpha`` 1 means the Shannon entropy, for softmax over all, the k largest or the listed scores.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The loss of listed classes and its gradient, in plain torch: from probabilities by any kernel."""
+"""The loss of listed classes and its gradient in plain torch, with probabilities by any kernel."""
 
 import math
 
@@ -13,15 +13,15 @@ def loss_of_listed(
     impl: Impl, scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
     row_scale: Tensor | None, class_weight: Tensor | None, alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the reference's ``listed``; ``impl`` makes the probabilities."""
+    """As ``listed`` of the reference; ``impl`` computes the probabilities."""
     scores = scores.masked_fill(classes < 0, -math.inf)
     probs = entmax.forward(impl, scores, alpha, None)
     out = target_scores == -math.inf
-    # A target of -inf counts as 0 here: its loss is known anyway, and differences stay finite.
+    # A target score of -inf is replaced by 0, so that differences stay finite; its loss is +inf.
     lead = scores - target_scores.masked_fill(out, 0.0).unsqueeze(-1)
-    # Not `probs > 0`: a NaN has to show.
+    # Not `probs > 0`, since NaN must propagate.
     loss = torch.where(probs == 0, 0.0, probs * lead).sum(-1) + entropy(probs, alpha)
-    # A masked target cannot be met; a NaN stays one.
+    # A masked target has infinite loss; NaN is kept.
     loss = loss.masked_fill(out & ~loss.isnan(), math.inf)
     weights = None if class_weight is None else class_weight[target].to(loss.dtype)
     loss = loss if weights is None else loss * weights
@@ -34,7 +34,7 @@ def loss_of_listed(
 
 
 def entropy(probs: Tensor, alpha: float) -> Tensor:
-    """That of Tsallis of each row, with Shannon's at alpha 1."""
+    """The Tsallis entropy of each row; the Shannon entropy for alpha 1."""
     logs = torch.log(torch.where(probs > 0, probs, 1.0))
     if alpha == 1.0:
         return -(probs * logs).sum(-1)

@@ -1,7 +1,8 @@
-"""The loss of entmax from its probabilities on the CPU: one pass, over what is not zero.
+"""The loss of entmax from its probabilities on the CPU, in one pass over the non-zeros.
 
-README.md beside this file has the derivation. Kinds are 1 for alpha 2, 2 for 1.5, 3 for 1, else 0.
-Listed classes are few: Numba solves for their probabilities, and torch does the rest.
+README.md has the derivation. ``kind`` is 1 for alpha 2, 2 for 1.5, 3 for 1, 4 for one alpha per
+row, and 0 otherwise. For listed classes Numba solves for the probabilities, and torch computes the
+rest.
 """
 
 import math
@@ -76,7 +77,7 @@ def _forward_rows(
 ):  # fmt: skip
     n = probs.shape[1]
     real = probs.dtype.type
-    # What is not zero, and where.
+    # The non-zeros, and their columns.
     shares, column = np.empty(n + 1, probs.dtype), np.empty(n + 1, np.int32)
     values = np.empty(n, probs.dtype)
     for row in range(start, stop):
@@ -103,17 +104,17 @@ def _forward_rows(
         if len(slopes):
             slopes[row] = -(entropy + bend) / order
         if len(row_scale):
-            # A row without any probability has nothing to move.
+            # A row whose probabilities are all 0 has zero gradient.
             short = real(0.0) if mass == 0.0 else share_of_target - real(1.0)
             probs[row, right] = short * scale
             if scale == 0.0:
-                # Not a product: a row that does not count may be NaN.
+                # Not a product, since an ignored row may be NaN.
                 probs[row] = 0.0
-        # Rounded probabilities need not sum to 1: what is missing has its price.
+        # Corrects for rounded probabilities that do not sum to 1, see the reference.
         price = (leads + order * entropy) / mass - 1.0 / order
-        # Beyond the range of the dtype the correction would be infinite as well.
+        # If the loss overflows the dtype, the correction would be infinite as well.
         total = leads if leads == math.inf else leads + entropy - (mass - 1.0) * price
-        # A target that cannot be costs more than any other, whatever the rest comes to.
+        # A masked target has infinite loss; NaN is kept.
         loss[row] = math.inf if base == -math.inf and not math.isnan(mass) else total
 
 
@@ -122,7 +123,7 @@ def _forward_rows(
 def _dense_rows(
     start, stop, probs, scores, target, row_scale, loss, alphas, slopes, alpha, kind
 ):  # fmt: skip
-    """Against distributions: ``<p - y, scores> + H(p) - H(y)``."""
+    """For distributions as target: ``<p - y, scores> + H(p) - H(y)``."""
     n = probs.shape[1]
     real = probs.dtype.type
     for row in range(start, stop):
@@ -151,7 +152,7 @@ def _dense_rows(
         if len(slopes):
             slopes[row] = -(apart_entropy + bend) / order
         if len(row_scale):
-            # A row that does not count may be NaN, and a fully masked one has nothing to move.
+            # Ignored rows may be NaN, and fully masked rows have zero gradient.
             if row_scale[row] == 0.0 or mass == 0.0:
                 probs[row] = 0.0
             else:
@@ -160,7 +161,7 @@ def _dense_rows(
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_entropy(part, alpha, kind):
-    """The entropy of a block; for kind 4, any alpha, also what its derivative by alpha takes."""
+    """The entropy of a block; for kind 4 also the second sum in its derivative by alpha."""
     real = part.dtype.type
     one, total = real(1.0), real(0.0)
     if kind == 1:
@@ -192,7 +193,7 @@ def _sum_entropy(part, alpha, kind):
 
 @njit(nogil=True, error_model="numpy")
 def _exp_remainder(x):
-    """``(exp(x) - 1 - x) / x**2``, a series near 0."""
+    """``(exp(x) - 1 - x) / x**2``, by a series near 0."""
     if abs(x) >= 0.3:
         return (math.expm1(x) - x) / (x * x)
     total, term = 0.0, 0.5

@@ -16,10 +16,10 @@ def forward_(
 ) -> Tensor:  # fmt: skip
     """``<p - y, scores> + H(p) - H(y)`` for each row; y is a class, or a distribution (rows, n).
 
-    ``slopes`` gets the derivative by ``row_alpha``, at fixed probabilities: by the envelope theorem
-    that is all of it. Where ``row_scale`` is given, ``probs`` become the gradient of
-    ``sum(row_scale * loss)``. A row without any probability costs +inf and has no gradient; nor has
-    one of scale 0, even of NaN.
+    ``slopes`` receives the derivative with respect to ``row_alpha``. By the envelope theorem it is
+    computed at fixed probabilities. If ``row_scale`` is given, ``probs`` becomes the gradient of
+    ``sum(row_scale * loss)``. Rows whose probabilities are all 0 have loss +inf and zero gradient.
+    Rows with scale 0 have zero gradient, even if they are NaN.
     """
     dtype = accumulation_dtype(probs.dtype)
     shares, values = probs.to(dtype), scores.to(dtype)
@@ -38,15 +38,15 @@ def forward_(
     own, move = _entropies(shares, alpha, row_alpha)
     if slopes is not None:
         slopes.copy_(move)
-    # Rounded probabilities need not sum to 1. To first order the loss is then off by what is
-    # missing times the price of probability: score plus slope of the entropy, which is the same
-    # for each class of the support, and together alpha H - mass / alpha.
+    # Rounded probabilities need not sum to 1. To first order the error of the loss is (mass - 1)
+    # times the price of probability, which is score plus slope of the entropy and the same for each
+    # class of the support. The sum of p times that slope is alpha H - mass / alpha.
     order = alpha if row_alpha is None else row_alpha.to(dtype)
     price = (leads + order * own) / mass - 1.0 / order
     known = leads + own
-    # Beyond the range of the dtype the correction would be infinite as well.
+    # If the loss overflows the dtype, the correction would be infinite as well.
     loss = torch.where(leads == math.inf, leads, known - (mass - 1.0) * price)
-    # A masked target cannot be met; a NaN stays one.
+    # A masked target has infinite loss; NaN is kept.
     out = (at_target.squeeze(-1) == -math.inf) & ~mass.isnan()
     loss = torch.where(out, math.inf, loss)
     if row_scale is not None:
@@ -60,7 +60,7 @@ def forward_(
 def _dense_(
     probs: Tensor, shares: Tensor, values: Tensor, wanted: Tensor, row_scale: Tensor | None
 ) -> Tensor:
-    """``<p - y, scores>``, and the gradient."""
+    """Returns ``<p - y, scores>``, and overwrites ``probs`` with the gradient."""
     peak = values.amax(-1, keepdim=True)
     distance = values - torch.where(torch.isfinite(peak), peak, 0.0)
     apart = shares - wanted
@@ -68,12 +68,12 @@ def _dense_(
     if row_scale is not None:
         scale = row_scale.to(values.dtype).unsqueeze(-1)
         moves = (scale != 0) & (shares != 0).any(-1, keepdim=True)
-        probs.copy_(torch.where(moves, apart * scale, 0.0))  # which may be the memory of shares
+        probs.copy_(torch.where(moves, apart * scale, 0.0))  # may share memory with shares
     return gap
 
 
 def _entropies(probs: Tensor, alpha: float, row_alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The entropy of each row, and its derivative by an alpha of its own."""
+    """The entropy of each row, and its derivative with respect to ``row_alpha`` if given."""
     if row_alpha is None:
         return (made := entropy(probs, alpha)), made
     # H = -sum p log(p) f(x) / alpha with f(x) = (exp(x) - 1) / x at x = (alpha - 1) log(p).
@@ -89,21 +89,21 @@ def listed(
     scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
     row_scale: Tensor | None, class_weight: Tensor | None, alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``<p - y, scores> + H(p)`` of each row times the weight of its target, and its gradient.
+    """``<p - y, scores> + H(p)`` of each row times the weight of its target, and the gradient.
 
     Args:
         scores: float32 or float64 ``(rows, k)``, of the listed classes.
-        classes: int64 ``(rows, k)``, -1 for none.
+        classes: int64 ``(rows, k)``, -1 for padding.
         target: int64 ``(rows,)``.
         target_scores: ``(rows,)``.
-        row_scale: ``(rows,)``, what the gradient is multiplied by; None where none is wanted.
+        row_scale: ``(rows,)``, the factor of the gradient; None if no gradient is wanted.
         class_weight: ``(v,)`` or None.
         alpha: at least 1.
 
     Returns:
         The losses ``(rows,)``, and the gradient of the scores as values and classes ``(rows, k +
-        1)``, the target last and 0 for padding; both are empty without ``row_scale``. A row without
-        any probability costs +inf and has no gradient.
+        1)``, the target last and 0 for padding; both are empty without ``row_scale``. Rows whose
+        probabilities are all 0 have loss +inf and zero gradient.
     """
     given = scores, classes, target, target_scores, row_scale, class_weight, alpha
     return loss_of_listed("reference", *given)

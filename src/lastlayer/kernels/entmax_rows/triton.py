@@ -1,8 +1,8 @@
 """The loss of entmax on CUDA.
 
-From probabilities, one program per row reads it once. From scores with wide supports, it reads the
-row once for each step of Newton's method, and twice besides. Of listed classes a program holds a
-few rows.
+From probabilities, one program per row reads them once. From scores with wide supports, it reads
+the row once for each step of Newton's method, and twice more. With listed classes, a program
+processes a few rows.
 """
 
 import math
@@ -33,10 +33,11 @@ from lastlayer.kernels.entmax.threshold import (
 )
 
 WIDEST_BLOCK = 4096
-# Scores of a flat row that a program looks at together: few large programs, whose rows stay in the
-# L2 cache.
+# Scores of a flat row that a program loads together. Programs are few and large, so that their rows
+# stay in the L2 cache.
 WIDEST_FLAT = 16384
-# Equal scores round the same way at each addition, so sums are sums of short runs.
+# Additions per run. Equal scores round in the same direction at each addition, so sums are computed
+# as sums of short runs.
 RUN = tl.constexpr(8)
 
 
@@ -86,26 +87,26 @@ def _entmax_row(
         given += shares
         prices += shares * (lead + slope)
         if GRADIENT:
-            # Not a product where the scale is 0: a row that does not count may be NaN.
+            # Not a product if the scale is 0, since an ignored row may be NaN.
             gradient = tl.where(scale == 0.0, 0.0, shares * scale).to(probs.dtype.element_ty)
             tl.store(probs + column, gradient, mask=live & present & (column != right))
-    # Rounded probabilities need not sum to 1: what is missing has its price, see the reference.
+    # Corrects for rounded probabilities that do not sum to 1, see the reference.
     mass = tl.sum(given, 0)
     if GRADIENT:
-        # A row without any probability has nothing to move.
+        # A row whose probabilities are all 0 has zero gradient.
         short = tl.where((mass == 0.0) | (scale == 0.0), 0.0, (own - 1.0) * scale)
         tl.store(probs + right, short.to(probs.dtype.element_ty))
     price = tl.sum(prices, 0) / mass
     total = tl.sum(sums, 0)
-    # Beyond the range of float32 the correction would be infinite as well.
+    # If the loss overflows float32, the correction would be infinite as well.
     total = tl.where(total == float("inf"), total, total - (mass - 1.0) * price)
-    # A masked target cannot be met; a NaN stays one.
+    # A masked target has infinite loss; NaN is kept.
     out = (at_target == -float("inf")) & (mass == mass)
     tl.store(loss + row, tl.where(out, float("inf"), total))
 
 
 def flat_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float) -> Tensor:
-    """For an alpha that has a kind."""
+    """The loss of rows with wide supports, for an alpha with a positive :func:`kind_of`."""
     n_rows, n = scores.shape
     loss = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     if n_rows:
@@ -113,14 +114,14 @@ def flat_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
         _flat_row[(n_rows,)](
             scores, target, row_scale, loss, n, scores.stride(0), BLOCK=block,
             GRADIENT=row_scale is not None, KIND=kind_of(alpha), num_warps=max(1, block // 512),
-            enable_fp_fusion=False,  # ../entmax/threshold.py says why
+            enable_fp_fusion=False,  # ../entmax/threshold.py explains this
         )  # fmt: skip
     return loss
 
 
 @triton.jit
 def _distances(scores, first, n, origin, BLOCK: tl.constexpr):
-    """How far a block of scores lies from the maximum, at most 0; -inf beyond the end."""
+    """A block of scores less the maximum, at most 0; -inf beyond the end."""
     column = first + tl.arange(0, BLOCK)
     values = tl.load(scores + column, mask=column < n, other=-float("inf")).to(tl.float32)
     return values - origin, column
@@ -160,7 +161,7 @@ def _flat_row(
 
     at = unsolved_row(peak, KIND)
     total, weight = _sums(scores, n, origin, at, BLOCK, KIND)
-    # From far below a plain step of Newton's is best: the norm is nearly a straight line there.
+    # Far below the root a plain Newton step is best, since the norm is nearly linear there.
     at, low, high, go = advance(at, at, at, total, weight, 1.0, 0, KIND)
     if go:
         total, weight = _sums(scores, n, origin, at, BLOCK, KIND)
@@ -175,7 +176,7 @@ def _flat_row(
     scale = 1.0
     if GRADIENT:
         scale = tl.load(row_scale + row).to(tl.float32)
-    # A row of nothing but -inf has nothing to move.
+    # A row that is all -inf has zero gradient.
     one = tl.where(peak == -float("inf"), 0.0, 1.0)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     lead_of_peak = origin - at_target
@@ -191,8 +192,8 @@ def _flat_row(
             elif KIND == 2:
                 entropy = (4.0 / 3.0) * probs * (1.0 - tl.sqrt(probs))
             else:
-                # (p - p^alpha) / (alpha (alpha - 1)) with a margin for p^(alpha - 1), and what the
-                # last step moved to first order.
+                # (p - p^alpha) / (alpha (alpha - 1)) with the margin for p^(alpha - 1), and the
+                # change by the last step to first order.
                 margin = tl.maximum(tl.fma(distance, 1.0 / KIND, -at), 0.0)
                 own = slope * margin
                 entropy = own * (1.0 - margin) + (probs - own) * (1.0 - (1.0 + 1.0 / KIND) * margin)
@@ -203,7 +204,7 @@ def _flat_row(
                 tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=column < n)
         sums += some
     row_loss = tl.sum(sums, 0)
-    # A masked target cannot be met; a NaN stays one.
+    # A masked target has infinite loss; NaN is kept.
     out = (at_target == -float("inf")) & (row_loss == row_loss)
     tl.store(loss + row, tl.where(out, float("inf"), row_loss))
 
@@ -224,12 +225,12 @@ def listed(
             target_scores.contiguous(), row_scale, class_weight, loss, values, entries, n, k,
             math.log(k), alpha, ROWS=rows, WIDTH=width, KIND=kind_of(alpha),
             ENTROPY=ENTROPIES.get(alpha, 0), GRADIENT=gradient, WEIGHTED=class_weight is not None,
-            num_warps=warps, enable_fp_fusion=False,  # ../entmax/threshold.py says why
+            num_warps=warps, enable_fp_fusion=False,  # ../entmax/threshold.py explains this
         )  # fmt: skip
     return loss, values, entries
 
 
-# Chunks begin anywhere, and lists are as long as the longest one.
+# Not specialised: chunks start at any row, and the length of lists is that of the longest one.
 @kernel(
     do_not_specialize=["n", "k"],
     do_not_specialize_on_alignment=["target", "target_scores", "row_scale"],
@@ -259,7 +260,7 @@ def _list_rows(
     lead = tl.where(probs == 0.0, 0.0, distance + per_class(lead_of_peak, AXIS))
     entropy, _ = entropy_and_slope(probs, alpha, ENTROPY)
     total = row_sum(probs * lead + entropy, AXIS)
-    # A masked target cannot be met; a NaN stays one.
+    # A masked target has infinite loss; NaN is kept.
     total = tl.where(out & (total == total), float("inf"), total)
     weight = 1.0
     if WEIGHTED:
@@ -270,7 +271,7 @@ def _list_rows(
         into = per_class(row, AXIS) * (k + 1) + slot
         tl.store(values + into, probs * per_class(scale, AXIS), mask=live)
         tl.store(entries + into, tl.maximum(listed, 0), mask=live)
-        # A row without any probability has nothing to move.
+        # A row whose probabilities are all 0 has zero gradient.
         last = row * (k + 1) + k
         tl.store(values + last, tl.where(row_sum(probs, AXIS) == 0.0, 0.0, -scale), mask=here)
         tl.store(entries + last, right, mask=here)

@@ -1,10 +1,10 @@
-"""What InfoNCE does with a few rows of products, without holding all. README.md has the formulas.
+"""InfoNCE on a chunk of rows of scores, which need not all be stored. README.md has the formulas.
 
-``scores`` are products of queries and keys, ``(rows, keys)``; the similarity is ``scale`` times
-that. The own key of row i is column ``own + i``; where ``own`` is the number of columns no row has
-one. Groups are int32 ranks that are compared for equality: with ``positive`` keys of the same
-group are positives besides the own one, else they are left out. ``bounded`` promises that scores
-lie between -1 and 1, give or take their rounding.
+``scores`` are products of queries and keys, ``(rows, keys)``; the similarity is ``scale`` times the
+score. The own key of row i is column ``own + i``; if ``own`` is the number of columns, no row has
+one. Groups are int32 ranks that are compared for equality. Other keys of the same group are further
+positives if ``positive``, and are ignored otherwise. ``bounded`` means that scores lie between -1
+and 1, up to rounding.
 """
 
 from lastlayer.kernels._registry import operation

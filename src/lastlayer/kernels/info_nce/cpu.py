@@ -1,4 +1,4 @@
-"""On a CPU: torch's vectorised exponential, on as many rows at a time as a cache holds."""
+"""InfoNCE on a CPU: torch's vectorised operations on blocks of rows that fit in the cache."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ from lastlayer._torch import as_numpy
 from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty_rows
 from lastlayer.kernels._cpu_math import FAST, dot
 
-# Numbers of scores that are looked at together.
+# Scores per block of rows.
 _NUMBERS = 1 << 18
-# Of scales S for which the exponentials of all that is between -2S and 0 are normal numbers.
+# The largest scale S for which the exponentials of all numbers from -2S to 0 are normal numbers.
 _LARGEST = 42.0
-# Squares of lengths above this, and below its inverse, are sums of normal numbers.
+# A squared length between this and its inverse has neither overflowed nor underflowed.
 _SMALLEST = 1e-30
 
 
@@ -40,7 +40,7 @@ def statistics_(
         pulled = _some(row_positive, part)
         same = _same(query_groups, key_groups, part, start, positive)
         if same is not None and positive:
-            # Products with a mask would make NaN of what is infinite and does not count.
+            # Multiplying by a mask would turn infinite scores that are not positives into NaN.
             hits = torch.where(same, values, 0.0)
             torch.sum(hits, 1, out=pulled)
             if column_positive.shape[0]:
@@ -129,7 +129,7 @@ def row_gradients_(
 
 
 def _is_wide(out: Tensor, rows: NDArray[Any]) -> bool:
-    """Whether a kernel can write to ``out`` what it makes of rows."""
+    """Whether a kernel can write its result for ``rows`` directly to ``out``."""
     return out.itemsize == rows.itemsize and out.is_contiguous()
 
 
@@ -164,7 +164,7 @@ def _inverse_length(x):
     real, squares = x.dtype.type, dot(x, x)
     if _SMALLEST < squares < 1.0 / _SMALLEST:
         return real(1.0 / math.sqrt(squares))
-    # Squares of these are no numbers of this dtype any more, or those of a row of zeros.
+    # The squares overflowed or underflowed, or the row is all zeros.
     size, total = 0.0, 0.0
     for i in range(len(x)):
         size = max(size, abs(float(x[i])))
@@ -177,7 +177,7 @@ def _inverse_length(x):
 
 
 def _some(values: Tensor, part: slice) -> Tensor:
-    """``values[part]``, which costs host time even where it is all of them."""
+    """``values[part]``, without slicing if that is all of ``values``, since it costs host time."""
     return values if part.stop - (part.start or 0) == values.shape[0] else values[part]
 
 
@@ -198,14 +198,14 @@ def _blocks(n: int, m: int) -> list[tuple[int, slice]]:
 
 
 def _own(values: Tensor, start: int) -> Tensor:
-    """The entries of own keys, as a view; fewer than rows, or none, where the columns end."""
+    """A view of the entries of own keys; it is shorter than the rows if the columns end before."""
     return values[:, min(start, values.shape[1]) :].diagonal()
 
 
 def _same(
     query_groups: Tensor | None, key_groups: Tensor | None, part: slice, start: int, own: bool
 ) -> Tensor | None:
-    """Which keys are of the group of each query; own keys as ``own`` says."""
+    """Which keys have the group of each query; the entries of own keys are set to ``own``."""
     if query_groups is None or key_groups is None:
         return None
     same = query_groups[part].unsqueeze(1) == key_groups

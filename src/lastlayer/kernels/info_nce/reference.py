@@ -1,4 +1,4 @@
-"""In plain torch, with temporaries of the size of the scores: defines the truth."""
+"""InfoNCE in plain torch, with temporaries of the size of the scores: the reference for tests."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lastlayer._torch import accumulation_dtype
 
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
-    """``rows`` of length 1, or as they are, into ``out``; a row of zeros stays one."""
+    """Writes ``rows`` to ``out``, normalised to length 1 if ``normalize``; zeros stay zeros."""
     wide = rows.to(accumulation_dtype(rows.dtype))
     out.copy_(wide * _inverse_length(wide) if normalize else wide)
 
@@ -15,10 +15,10 @@ def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
 def row_gradients_(
     rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
 ) -> None:
-    """``factor * gradient`` by unit rows as one by the rows themselves, into ``out``.
+    """Converts ``factor * gradient`` of unit rows to the gradient of ``rows``, in ``out``.
 
-    ``along`` gets the product of each unit row with its part of ``factor * gradient``, which is
-    what the scale of the rows' similarities needs.
+    ``along`` receives the dot product of each unit row with its ``factor * gradient``, from which
+    the gradient of the scale follows.
     """
     wide, gradient = rows.to(along.dtype), gradient.to(along.dtype) * factor
     if not normalize:
@@ -36,9 +36,9 @@ def statistics_(
     positive: bool, bounded: bool,  # noqa: ARG001 - a reference has no short cut
     row_lse: Tensor, row_positive: Tensor, column_lse: Tensor, column_positive: Tensor,
 ) -> None:  # fmt: skip
-    """Normalisers and sums of positive similarities of rows, and their share of the columns'.
+    """Computes the normaliser and the sum of positive similarities of each row and column.
 
-    Those of the columns are added to what earlier rows left; where they are empty they are not
+    Column statistics are accumulated over chunks of rows; empty tensors mean that they are not
     wanted.
     """
     values = scores.to(row_lse.dtype) * scale
@@ -61,10 +61,10 @@ def weights_(
     row_lse: Tensor, row_push: Tensor, row_pull: Tensor, column_lse: Tensor, column_push: Tensor,
     column_pull: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
-    """Gradients by the similarities into ``out``, which may be ``scores``.
+    """Writes the gradient of the similarities to ``out``, which may be ``scores``.
 
-    ``scores`` may be overwritten in any case.
-    Pushes are the gradients by the normalisers and pulls those by the positive sums.
+    ``scores`` may be overwritten in any case. Pushes are the gradients of the normalisers, and
+    pulls the gradients of the sums of positives.
     """
     values = scores.to(row_lse.dtype) * scale
     mine, same = _masks(values, own, query_groups, key_groups)
@@ -84,7 +84,7 @@ def weights_(
 def _masks(
     values: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Where each row's own key is, and where groups are the same."""
+    """Masks of each row's own key, and of equal groups."""
     n, m = values.shape
     row = torch.arange(own, own + n, device=values.device)
     mine = row.unsqueeze(1) == torch.arange(m, device=values.device)
@@ -94,9 +94,9 @@ def _masks(
 
 
 def _inverse_length(wide: Tensor) -> Tensor:
-    """1 over the length of each row, and 0 for a row of zeros.
+    """1 over the length of each row; 0 for a row of zeros.
 
-    The largest entry is taken out first: squares of float32 numbers may not be float32 numbers.
+    Rows are divided by their largest entry first, since squares may overflow or underflow.
     """
     size = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros(len(wide), 1)
     safe = torch.where(size > 0, size, 1.0)

@@ -1,9 +1,9 @@
-"""InfoNCE on CUDA: from a few rows of products to normalisers, and to gradients in place.
+"""InfoNCE on CUDA: normalisers of a chunk of rows of products, and gradients in place.
 
-Where products are bounded and the scale is not too large, one power of 2 of each similarity serves
-its row and its column; the device decides, so that nobody waits for the scale. A program of the
-statistics owns a tile of rows and walks over a part of the columns. What it leaves of rows and of
-columns is folded by a second, small kernel, in an order that does not change.
+If products are bounded and the scale is not too large, one power of 2 of each similarity is used
+for both its row and its column. The device decides this, so that the host does not wait for the
+scale. Each program of the statistics kernel processes a tile of rows and loops over a part of the
+columns. A second, small kernel combines their results in a fixed order.
 """
 
 import torch
@@ -15,12 +15,12 @@ from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import LOG2E, cdiv, next_power_of_2
 
 LN2 = tl.constexpr(0.6931471805599453)
-# The largest S for which all powers from -S to S can have one origin, see below.
+# The largest S for which all powers of numbers in [-S, S] can have a common origin, see below.
 LARGEST = tl.constexpr(103.0)
-# The most that the smallest of them may be below it.
+# The smallest power is at least 2^-DEPTH.
 DEPTH = tl.constexpr(110.0)
-# Rows and columns of a tile, of which a program of the statistics takes several in turn, and fewer
-# where there would not be programs for all multiprocessors.
+# Rows and columns of a tile. A program of the statistics kernel loops over several tiles, and over
+# fewer if there would otherwise be too few programs for all multiprocessors.
 ROWS, WIDTH = 64, 128
 TILES_IN_TURN, FEWER_IN_TURN, PROGRAMS = 16, 4, 1000
 WEIGHT_ROWS, WEIGHT_WIDTH = 32, 256
@@ -145,7 +145,7 @@ def _statistics(
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
-    # Powers of 2 from here on: exp2 is what the hardware has.
+    # From here on powers of 2, for which the hardware has an instruction.
     factor = tl.load(scale).to(tl.float32) * LOG2E
     first = split * SHARE
     last = tl.minimum(first + SHARE, m)
@@ -165,7 +165,7 @@ def _statistics(
             n, m, splits, tiles, stride, ROWS, WIDTH, COLUMNS, GROUPS, True,
         )  # fmt: skip
     else:
-        # Narrower tiles, or this path would take the registers that the other one could do without.
+        # Narrower tiles, since this path would otherwise determine the registers of both paths.
         _sum_powers(
             scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last,
             n, m, splits, tiles, stride, ROWS, WIDTH // 2, COLUMNS, GROUPS, False,
@@ -178,10 +178,10 @@ def _sum_powers(
     splits, tiles, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr, ONE_ORIGIN: tl.constexpr,
 ):  # fmt: skip
-    """Of rows and columns; their origin is one for all, or the largest of each so far."""
+    """Sums powers over rows and columns, with one common origin or the maximum of each so far."""
     if ONE_ORIGIN:
         origin = _common_origin(factor)
-        # What a thread reads at once it adds up by itself, and over tiles; threads meet at the end.
+        # Each thread sums what it loads together, over all tiles; threads communicate at the end.
         totals = tl.zeros((ROWS, WIDTH // 8), dtype=tl.float32)
     else:
         peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
@@ -200,7 +200,7 @@ def _sum_powers(
                 tl.store(out, origin + tl.log2(tl.sum(powers, 0)), mask=column < m)
         else:
             grown = tl.maximum(peak, tl.max(values, 1))
-            # Nothing but -inf so far: nothing to scale, and no difference of infinities.
+            # While all scores are -inf the base is 0, so that no difference is NaN.
             base = tl.where(grown == -float("inf"), 0.0, grown)
             total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(values - base[:, None]), 1)
             peak = grown
@@ -226,7 +226,7 @@ def _sum_powers(
 def _tile(
     scores, factor, query_groups, key_groups, row, column, mine, n, m, stride, GROUPS: tl.constexpr
 ):
-    """Similarities, -inf for those that do not count; of groups that are positive their hits."""
+    """Similarities, -inf for ignored keys; and for GROUPS 2 those of positives, 0 elsewhere."""
     live = (row < n)[:, None] & (column < m)[None, :]
     place = scores + row.to(tl.int64)[:, None] * stride + column[None, :]
     values = tl.load(place, mask=live, other=-float("inf")).to(tl.float32) * factor
@@ -268,7 +268,7 @@ def _fold(
 
 @triton.jit
 def _folded(parts, before, place, n, count):
-    """The natural logarithm of the sum of powers of 2."""
+    """The natural logarithm of the sum of ``2**part``, including ``2**before``."""
     peak = before
     total = tl.where(before == -float("inf"), 0.0, 1.0)
     pointer = parts + place
@@ -294,10 +294,11 @@ def _summed(parts, before, place, n, count):
 
 @triton.jit
 def _common_origin(largest):
-    """What is taken from similarities in [-S, S] before they become powers.
+    """The number that is subtracted from similarities in [-S, S] before they become powers.
 
-    It is S, so that a perfect pair has a power of exactly 1. Where the smallest would then be less
-    than a normal float32, all are raised by a whole number, with room left for sums of millions.
+    It is S, so that a perfect pair has a power of exactly 1. If the smallest power would be
+    subnormal, the origin is lowered by an integer; sums of millions of powers still do not
+    overflow.
     """
     return largest - tl.ceil(tl.maximum(2.0 * largest - DEPTH, 0.0))
 
@@ -315,7 +316,7 @@ def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
 def row_gradients_(
     rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
 ) -> None:
-    """As the reference's; ``gradient``, ``out`` and ``along`` are contiguous."""
+    """As the reference, but ``gradient``, ``out`` and ``along`` must be contiguous."""
     n, depth = rows.shape
     if n and depth:
         width = max(16, next_power_of_2(depth))
@@ -331,7 +332,7 @@ def _warps(width: int) -> int:
 
 @triton.jit
 def _length(values, inside):
-    """1 over the length of a row, and 0 for a row of zeros; squares are kept in range."""
+    """1 over the length of a row; 0 for a row of zeros. Squares do not overflow or underflow."""
     size = tl.max(tl.where(inside, tl.abs(values), 0.0), 0)
     safe = tl.where(size == 0.0, 1.0, size)
     scaled = values / safe

@@ -1,10 +1,11 @@
-"""Rows of scores and labels to binary cross entropies, plain or asymmetric, and their gradient.
+"""Binary cross entropy and the asymmetric loss of rows of scores with dense labels.
 
-Scores are ``(rows, n)``, labels of that shape bool, integers 0 and 1 or floating in [0, 1].
-``mask``, bool of that shape, says which classes count. With both gammas and the margin at 0 it is
-the plain cross entropy. Forward gives the loss of each row, and with a mask whether anything counts
-in it; nothing else is kept for backward, which takes one upstream number per row, or one for all.
-``slab_`` makes both at once, in place, for labels that are all ``smoothing``.
+Scores are ``(rows, n)``. Labels have the same shape: bool, integers 0 and 1, or floats in [0, 1].
+``mask``, bool of that shape, is True for classes that are kept. If both gammas and the margin are
+0, the loss is the binary cross entropy. ``forward`` returns the loss of each row, and with a mask
+whether any class of the row is kept. ``backward`` computes the gradient from scores and labels, and
+takes an upstream gradient per row, or one for all. ``slab_`` computes loss and gradient together,
+in place, if all labels are ``smoothing``.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Binary cross entropy and the asymmetric loss on the CPU: a row passes in spans, once each way."""
+"""Binary cross entropy and the asymmetric loss on the CPU, which reads rows in spans."""
 
 import math
 from functools import cache
@@ -22,7 +22,7 @@ from lastlayer.kernels._cpu_labels import (
 )
 from lastlayer.kernels._cpu_math import FAST, exp, log, log1p, one_plus
 
-# Powers up to here are products.
+# Integer powers up to this are products.
 _LARGEST_WHOLE = 7
 
 
@@ -83,7 +83,7 @@ def slab_(
 
 @cache
 def _numbers(gamma_negative, gamma_positive, margin, dtype):
-    """Whether the loss is a plain one, powers as integers where they are products, the margin."""
+    """Whether the loss is the cross entropy; powers, as integers if possible; and the margin."""
     gammas = gamma_negative, gamma_positive
     real = np.float64 if dtype == torch.float64 else np.float32
     whole = all(each <= _LARGEST_WHOLE and each == int(each) for each in gammas)
@@ -141,7 +141,7 @@ def _backward_rows(start, stop, x, target, mask, plain, gammas, margin, focus_gr
 def _slab_rows(
     start, stop, x, smoothing, plain, gammas, margin, focus_gradient, row_scale, losses
 ):  # fmt: skip
-    """Labels that are all the same, 0 where a score is -inf; scores become their gradient."""
+    """Losses for equal labels, 0 for a score of -inf; scores become their gradient."""
     real = x.dtype.type
     focus = real(1.0) if focus_gradient else real(0.0)
     slopes = (real(gammas[0]) * focus, real(gammas[1]) * focus)
@@ -166,7 +166,7 @@ def _slab_rows(
 
 @njit(nogil=True, error_model="numpy")
 def _loss(x, labels, plain, gammas, margin):
-    """That of a span of a row."""
+    """The loss of a span of a row."""
     if plain:
         return _cross_entropy(x, labels)
     total = _loss_of_side(x, labels, False, gammas, margin)
@@ -175,7 +175,7 @@ def _loss(x, labels, plain, gammas, margin):
 
 @njit(nogil=True, error_model="numpy")
 def _slope(x, labels, plain, gammas, slopes, margin, factor, out, room):
-    """That of a span, times ``factor``, into ``out``; ``room`` may be the memory of x."""
+    """Writes the slope of a span times ``factor`` to ``out``; scratch ``room`` may share x."""
     if plain:
         _slope_of_cross_entropy(x, labels, factor, out)
         return
@@ -193,7 +193,7 @@ def _cross_entropy(x, labels):
     total = zero
     for i in range(len(x)):
         label, value = labels[i], x[i]
-        # A term with the weight 0 has no part, however large it is.
+        # A term of weight 0 is dropped, even if it is infinite.
         above = (one - label) * (value if label < one else zero)
         below = label * (-value if label > zero else zero)
         total += (above if value > zero else below) + log1p(exp(-abs(value)))
@@ -213,7 +213,7 @@ def _slope_of_cross_entropy(x, labels, factor, out):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _loss_of_side(x, labels, other, gammas, margin):
-    """Sums the terms that have most of a label, or the others."""
+    """Sums the larger term of each label, or the ``other`` one."""
     real = x.dtype.type
     zero, one, half = real(0.0), real(1.0), real(0.5)
     total = zero
@@ -234,8 +234,8 @@ def _slope_of_side(x, labels, other, gammas, slopes, margin, factor, out):
         positive = (labels[i] > half) != other
         weight = labels[i] if positive else one - labels[i]
         right, wrong, inside, rest, cost = _terms(-x[i] if positive else x[i], positive, margin)
-        # Without a margin wrong / inside and right / rest are 1. With an infinite cost there is no
-        # chance left to be right.
+        # Without a margin, wrong / inside and right / rest are 1. If the cost is infinite, right is
+        # 0, and the product is dropped.
         more = right * cost if right > zero else zero
         if margin > zero:
             more = more if positive else more * (wrong / inside)
@@ -248,7 +248,7 @@ def _slope_of_side(x, labels, other, gammas, slopes, margin, factor, out):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _terms(z, positive, margin):
-    """The chances to be right and wrong, the second less the margin, 1 less that, and its cost."""
+    """Probabilities of right and wrong, ``wrong - margin``, 1 less that, and the cost."""
     zero, one = np.float32(0), np.float32(1)
     power = exp(-abs(z))
     total, lost = one_plus(power)
@@ -261,12 +261,12 @@ def _terms(z, positive, margin):
     logarithm = log(rest if shift > zero else total)
     plain = (z if z > zero else zero) + (logarithm + lost * large)
     cost = -logarithm if shift > zero else plain
-    # The logarithm of NaN is any number.
+    # The vectorised logarithm of NaN is an arbitrary number.
     return right, wrong, wrong - shift, rest, z if z != z else cost
 
 
 def _power(x, positive, gammas):
-    """``x`` to the power of its side, for x from 0 to 1."""
+    """``x`` to the power of positives or negatives, for x from 0 to 1."""
     return x ** gammas[int(positive)]
 
 

@@ -1,6 +1,6 @@
-"""Binary cross entropy and the asymmetric loss in plain torch: defines the truth.
+"""Binary cross entropy and the asymmetric loss in plain torch: the reference for tests.
 
-Scores and targets can be differentiated, and gradients once more.
+Losses can be differentiated with respect to scores and targets, and gradients once more.
 """
 
 import torch
@@ -14,7 +14,7 @@ def forward(
     scores: Tensor, target: Tensor, mask: Tensor | None, gamma_negative: float,
     gamma_positive: float, margin: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss of each row, and which rows have a class that counts; empty without a mask."""
+    """The loss of each row, and which rows have a class that is kept; empty without a mask."""
     losses = losses_of(scores, target, mask, gamma_negative, gamma_positive, margin, True)
     if mask is None:
         return losses, losses.new_empty(0, dtype=torch.bool)
@@ -37,10 +37,10 @@ def slab_(
     scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
     focus_gradient: bool, smoothing: float, row_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The loss of each row of labels that are all ``smoothing``; a score of -inf has no part.
+    """The loss of each row if all labels are ``smoothing``; scores of -inf are ignored.
 
-    Where ``row_scale`` is given, one number per row, scores become the gradient of the losses times
-    these.
+    If ``row_scale`` is given, one number per row, scores become the gradient of
+    ``sum(row_scale * losses)``.
     """
     numbers = gamma_negative, gamma_positive, margin
     target = torch.full_like(scores, smoothing, dtype=accumulation_dtype(scores.dtype))
@@ -55,7 +55,7 @@ def losses_of(
     scores: Tensor, target: Tensor, mask: Tensor | None, gamma_negative: float,
     gamma_positive: float, margin: float, focus_gradient: bool,
 ) -> Tensor:  # fmt: skip
-    """Losses of rows ``(*batch, n)``; a mask that broadcasts."""
+    """The losses of rows ``(*batch, n)``; the mask may be broadcast."""
     found, missed, labels = _sides(scores, target, mask)
     positives = labels * logsigmoid(found)
     if gamma_positive:
@@ -63,12 +63,12 @@ def losses_of(
     negatives = (1.0 - labels) * logsigmoid(-missed)
     if gamma_negative or margin:
         shifted = torch.sigmoid(missed) - margin
-        counts = ~(shifted <= 0)  # a NaN counts
+        counts = ~(shifted <= 0)  # True for NaN
         if margin:
             rest = torch.where(counts, torch.sigmoid(-missed) + margin, 1.0)
             negatives = (1.0 - labels) * rest.log()
         if gamma_negative:
-            # Replaced where it is dropped: a power below 1 has an infinite slope at 0.
+            # Dropped entries are replaced, since a power below 1 has an infinite slope at 0.
             inside = torch.where(counts, shifted, 1.0)
             negatives = negatives * _focus(inside, gamma_negative, focus_gradient)
         negatives = torch.where(counts, negatives, 0.0)
@@ -79,14 +79,14 @@ def gradient(
     scores: Tensor, target: Tensor, mask: Tensor | None, gamma_negative: float,
     gamma_positive: float, margin: float, focus_gradient: bool,
 ) -> Tensor:  # fmt: skip
-    """The derivative of each row's loss by its scores, which can be differentiated further."""
+    """The gradient of each row's loss, by operations that can be differentiated again."""
     found, missed, labels = _sides(scores, target, mask)
     up = (1.0 - labels) * _slope(missed, gamma_negative, margin, focus_gradient)
     return up - labels * _slope(-found, gamma_positive, 0.0, focus_gradient)
 
 
 def _slope(z: Tensor, gamma: float, margin: float, focus_gradient: bool) -> Tensor:
-    """The derivative of ``-q ** gamma * log(1 - q)`` with ``q = sigmoid(z) - margin`` above 0."""
+    """The derivative of ``-q**gamma * log(1 - q)`` for ``q = sigmoid(z) - margin``; 0 if q <= 0."""
     wrong, right = torch.sigmoid(z), torch.sigmoid(-z)
     if not gamma and not margin:
         return wrong
@@ -98,7 +98,7 @@ def _slope(z: Tensor, gamma: float, margin: float, focus_gradient: bool) -> Tens
         rest = torch.where(counts, right + margin, 1.0)
         slope, cost = wrong * right / rest, -rest.log()
     else:
-        # At +inf the cost is infinite, and its part in the slope 0.
+        # At +inf the cost is infinite, but its term of the slope is 0.
         cost = -logsigmoid(-torch.where(z == torch.inf, 0.0, z))
     if gamma:
         if focus_gradient:
@@ -108,10 +108,10 @@ def _slope(z: Tensor, gamma: float, margin: float, focus_gradient: bool) -> Tens
 
 
 def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores as those of positives and of negatives, with no part where a label leaves none.
+    """Scores for the terms of positives and of negatives, and the labels.
 
-    There a score is replaced by one that is infinitely right, which costs exactly 0 with gradient
-    0, whatever stood there.
+    If a class has no such term, its score is replaced by one that is infinitely right, whose loss
+    and gradient are exactly 0, even if the score is NaN.
     """
     dtype = accumulation_dtype(scores.dtype)
     scores, labels = in_dtype(scores, dtype), in_dtype(target, dtype)

@@ -1,6 +1,7 @@
-"""Binary cross entropy and the asymmetric loss on CUDA: a score is read once each way.
+"""Binary cross entropy and the asymmetric loss on CUDA.
 
-Forward a program sums a part of some rows; backward it reads and writes one tile.
+Forward and backward read each score once. A program sums a part of some rows in forward, and
+processes one tile in backward.
 """
 
 import torch
@@ -26,7 +27,7 @@ from lastlayer.kernels._triton import (
     tile_width,
 )
 
-# Powers up to here are products.
+# Integer powers up to this are products.
 LARGEST_WHOLE = 7
 
 
@@ -42,7 +43,7 @@ def slab_(
     scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
     focus_gradient: bool, smoothing: float, row_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """As the reference's; the numbers of a row of scores lie together."""
+    """As the reference, but rows of scores must be contiguous."""
     numbers, kind = (gamma_negative, gamma_positive, margin), SMOOTHED if smoothing else NONE
     labels = kind.value, None
     return _sums(scores, labels, None, numbers, focus_gradient, row_scale, smoothing)[0]
@@ -53,7 +54,7 @@ def _sums(
     numbers: tuple[float, float, float], focus_gradient: bool, row_scale: Tensor | None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses of rows, and which count; scores become the gradient where there is a scale."""
+    """Losses of rows, and which have a kept class; with a scale, scores become the gradient."""
     n_rows, n = scores.shape
     losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     masked = mask is not None
@@ -102,7 +103,7 @@ def backward(
 
 
 def _options(scores, labels, mask, numbers):
-    """Powers and the margin as numbers, and what kernels are compiled for."""
+    """Powers and the margin as numeric arguments, and the constants of the kernels."""
     *gammas, margin = numbers
     whole = max(gammas) <= LARGEST_WHOLE and all(each == int(each) for each in gammas)
     negative, positive = (int(each) for each in gammas) if whole else (-1, -1)
@@ -116,7 +117,7 @@ def _options(scores, labels, mask, numbers):
 
 @triton.jit
 def _log(x, NARROW: tl.constexpr):
-    """Where scores are in half precision to 22 bits behind the point, in two instructions."""
+    """The logarithm; for half-precision scores with an error of 2^-22, in two instructions."""
     if NARROW and not INTERPRETED:
         logarithm = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -128,14 +129,14 @@ def _log(x, NARROW: tl.constexpr):
 
 @triton.jit
 def _log_one_plus(x, logarithm):
-    """``log(1 + x)`` from the logarithm of what 1 + x was rounded to."""
+    """``log(1 + x)`` from the logarithm of the rounded sum ``1 + x``."""
     series = x * (1.0 - x * (0.5 - x * (0.33333334 - x * 0.25)))
     return tl.where(x < 0.03, series, logarithm)
 
 
 @triton.jit
 def _chances(z):
-    """``exp(-abs(z))``, and the chances of being right and wrong, each with all its digits."""
+    """``exp(-abs(z))``, and the probabilities of right and wrong, each in full precision."""
     power = tl.exp2(-tl.abs(z) * LOG2E)
     large = 1.0 / (1.0 + power)
     small = power * large
@@ -144,10 +145,10 @@ def _chances(z):
 
 @triton.jit
 def _cross_entropies(value, label, KIND: tl.constexpr, NARROW: tl.constexpr):
-    """Of each class, and their slopes."""
+    """The cross entropy of each class, and its slope."""
     if (KIND == SOFT) or (KIND == SMOOTHED):
         power, right, wrong = _chances(value)
-        # A term with the weight 0 has no part, however large it is.
+        # A term of weight 0 is dropped, even if it is infinite.
         above = (1.0 - label) * tl.where(label < 1.0, value, 0.0)
         below = label * tl.where(label > 0.0, -value, 0.0)
         linear = tl.where(value > 0.0, above, below)
@@ -162,17 +163,17 @@ def _cross_entropies(value, label, KIND: tl.constexpr, NARROW: tl.constexpr):
 
 @triton.jit
 def _terms(value, positive, margin, MARGIN: tl.constexpr, NARROW: tl.constexpr):
-    """Chances to be right and wrong, the second less the margin, 1 less that, and its cost."""
+    """Probabilities of right and wrong, ``wrong - margin``, 1 less that, and the cost."""
     z = tl.where(positive, -value, value)
     power, right, wrong = _chances(z)
     if MARGIN:
         shift = tl.where(positive, 0.0, margin)
         inside = wrong - shift
         rest = right + shift
-        rest = tl.where(rest > 1.0, 1.0, rest)  # lets a NaN through
+        rest = tl.where(rest > 1.0, 1.0, rest)  # keeps NaN
         logarithm = _log(tl.where(positive, 1.0 + power, rest), NARROW)
         plain = tl.maximum(z, 0.0) + _log_one_plus(power, logarithm)
-        # -log(1 - x) near 0, where 1 - x is rounded.
+        # The series of -log(1 - x) near 0, where 1 - x would be rounded.
         series = inside * (1.0 + inside * (0.5 + inside * (0.33333334 + inside * 0.25)))
         cost = tl.where(positive, plain, tl.where(inside < 0.03, series, -logarithm))
     else:
@@ -198,7 +199,7 @@ def _focused(
     number, x, positive, gamma_negative, gamma_positive, NEGATIVE: tl.constexpr,
     POSITIVE: tl.constexpr,
 ):  # fmt: skip
-    """``number`` times ``x`` to the power of its side."""
+    """``number`` times ``x`` to the power of positives or negatives."""
     if NEGATIVE < 0:
         gamma = tl.where(positive, gamma_positive, gamma_negative)
         made = number * tl.exp2(gamma * tl.log2(x))
@@ -213,13 +214,13 @@ def _side(
     value, weight, positive, gamma_negative, gamma_positive, margin, NEGATIVE: tl.constexpr,
     POSITIVE: tl.constexpr, MARGIN: tl.constexpr, NARROW: tl.constexpr, FOCUS: tl.constexpr,
 ):  # fmt: skip
-    """What one side of each label costs, and its slope; one that is not used is not made."""
+    """The loss of one term of each label, and its slope; the compiler removes an unused one."""
     right, wrong, inside, rest, cost = _terms(value, positive, margin, MARGIN, NARROW)
     slope = wrong
     if MARGIN:
         slope = tl.where(positive, wrong, wrong * right / rest)
     if FOCUS:
-        # With an infinite cost there is no chance left to be right.
+        # If the cost is infinite, right is 0, and the product is dropped.
         more = tl.where(right > 0.0, right * cost, 0.0)
         if MARGIN:
             more = tl.where(positive, more, more * (wrong / inside))
@@ -240,7 +241,7 @@ def _losses_and_slopes(
     if PLAIN:
         loss, slope = _cross_entropies(value, label, KIND, NARROW)
     elif (KIND == SOFT) or (KIND == SMOOTHED):
-        # The term with most of the label, and the other one where a label has two.
+        # The larger term of each label, and the other one if a label of the tile has two terms.
         positive = label > 0.5
         weight = tl.where(positive, label, 1.0 - label)
         loss, slope = _side(

@@ -1,5 +1,5 @@
-"""Softmax over class scores that are made and forgotten tile by tile, on CUDA.
+"""Softmax over class scores that are computed tile by tile and never stored, on CUDA.
 
-There is no other implementation: elsewhere chunks of scores are stored, see
-:mod:`lastlayer.fused.rows`. README.md has the derivation.
+On other devices chunks of scores are stored, see :mod:`lastlayer.fused.rows`. README.md has the
+derivation.
 """

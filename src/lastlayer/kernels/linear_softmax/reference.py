@@ -1,4 +1,4 @@
-"""Softmax over class scores in plain torch, with all scores stored: defines the truth."""
+"""Softmax over class scores in plain torch, which stores all scores: the reference for tests."""
 
 import math
 
@@ -21,7 +21,7 @@ def gradient_of_classes(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, push: Tensor,
     pull: Tensor, softcap: float, temperature: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``, and without hidden."""
+    """``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``, and without hidden_i."""
     scores, slope = _shaped(hidden, weight, bias, softcap, temperature)
     gradient = _probs(scores, lse) * push.unsqueeze(-1)
     gradient = gradient.scatter_add(-1, target.unsqueeze(-1), -pull.unsqueeze(-1)) * slope
@@ -29,14 +29,14 @@ def gradient_of_classes(
 
 
 def _probs(scores: Tensor, lse: Tensor) -> Tensor:
-    """All 0 in a row of nothing but -inf."""
+    """Softmax; all 0 for a row that is all -inf."""
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
 
 
 def _shaped(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Scores after cap and temperature, and their derivative by the plain ones."""
+    """Scores after cap and temperature, and their derivative with respect to the plain scores."""
     dtype = accumulation_dtype(hidden.dtype)
     scores = hidden.to(dtype) @ weight.to(dtype).t()
     if bias is not None:

@@ -1,16 +1,16 @@
 """Cross entropy from hidden states of small width, tile by tile: scores never reach memory.
 
-With few numbers per class vector, writing a score costs more than making it again. Three kernels:
+For a small hidden size, recomputing a score is cheaper than storing it. There are three kernels:
 
-* ``_mix_of_rows`` owns a tile of rows and walks over the classes with a running maximum, as flash
-  attention does with the class vectors for both keys and values. It leaves the logsumexp of each
-  row and the mean class vector under softmax, which is all that the gradient of hidden needs. Of
-  few rows each has several programs, for a part of the classes each.
-* ``_finish_row`` makes loss and gradient of a row from these.
-* ``_gradient_of_classes`` owns a tile of classes and walks over the rows, making each score again.
-  A row of the weight's gradient is added up in float32 and written once, by one program.
+* ``_mix_of_rows`` has a tile of rows per program and loops over the classes with a running maximum,
+  like flash attention with the class vectors as both keys and values. It computes the logsumexp of
+  each row and the mean class vector under softmax, which is all that the gradient of hidden needs.
+  If there are few rows, several programs per tile each process a part of the classes.
+* ``_finish_row`` computes loss and gradient of a row from these.
+* ``_gradient_of_classes`` has a tile of classes per program and loops over the rows, recomputing
+  each score. A row of the weight's gradient is summed in float32 and written once, by one program.
 
-No locks and no atomics: the result does not depend on the order in which programs run.
+There are no locks and no atomics: the result does not depend on the order of programs.
 """
 
 from typing import NamedTuple
@@ -25,33 +25,33 @@ from lastlayer.kernels._triton import LOG2E, cdiv, load_rows, multiprocessors, n
 
 
 class Mix(NamedTuple):
-    """What the forward pass leaves of each row, for each part that the classes were cut into."""
+    """Statistics of each row, for each part of the classes."""
 
     lse: Tensor
     """float32 ``(parts, n)``."""
     mean_vector: Tensor
-    """float32 ``(parts, n, depth)``, or ``(parts, 0, depth)`` where it is not wanted."""
+    """float32 ``(parts, n, depth)``, or ``(parts, 0, depth)`` if not wanted."""
 
 
 class Rows(NamedTuple):
-    """What is known of each row once all classes have passed."""
+    """Results of each row over all classes."""
 
     loss: Tensor
     """float32 ``(n,)``."""
     factors: Tensor
-    """float32 ``(3, n)``: the logsumexp, and what probabilities and the target count for."""
+    """float32 ``(3, n)``: logsumexp, push (factor of probabilities) and pull (of the target)."""
     gradient: Tensor
-    """Of hidden, ``(n, depth)``, or ``(0, depth)`` where there is none."""
+    """Gradient of hidden, ``(n, depth)``, or ``(0, depth)`` if not wanted."""
 
 
 def mix_of_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, temperature: float,
     mean_wanted: bool,
 ) -> Mix:  # fmt: skip
-    """The logsumexp of each row, and ``sum_j p_j * slope_j * weight_j``, in parts.
+    """The logsumexp of each row, and ``sum_j p_j * slope_j * weight_j``, for parts of the classes.
 
-    ``slope`` is the derivative of the capped and tempered score by the plain one.
-    :func:`finish_rows` puts the parts together.
+    ``slope`` is the derivative of the score, after cap and temperature, with respect to the plain
+    score. :func:`finish_rows` combines the parts.
     """
     n, depth = hidden.shape
     n_classes = weight.shape[0]
@@ -79,17 +79,17 @@ def gradient_of_classes(
 ) -> None:  # fmt: skip
     """Writes, or adds, ``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``.
 
-    ``factors`` are the logsumexp, push and pull of each row, float32 ``(3, n)``. ``in_order`` says
-    that rows are sorted by their targets.
+    ``factors`` has logsumexp, push and pull of each row, float32 ``(3, n)``. ``in_order`` means
+    that rows are already sorted by target.
     """
     n, depth = hidden.shape
     n_classes = weight.shape[0]
     bias = None if bias is None else bias.contiguous()
     rows, classes, warps, stages = _class_tiles(depth)
-    # Row factors such as 1/n would vanish in float16: they are brought to 1 and back.
+    # Row factors such as 1/n would underflow in float16, so they are scaled to 1, and back later.
     size = factors[1].abs().amax().clamp_min(1e-30) if hidden.dtype == torch.float16 else None
-    # With rows in the order of their targets, those that belong to a tile of classes lie together,
-    # and all other tiles need not look for them.
+    # With rows sorted by target, the rows with targets in a tile of classes are adjacent, and the
+    # kernel skips the comparison for all others.
     if not in_order:
         target, order = torch.sort(target.int(), stable=True)
         hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
@@ -108,7 +108,7 @@ def _padded(depth: int) -> int:
 
 
 def _row_tiles(depth: int) -> tuple[int, int, int, int]:
-    """Rows that a program owns, classes that it looks at together, warps and stages; measured."""
+    """Rows per program, classes per step, warps and stages; tuned."""
     if depth <= 64:
         return 64, 128, 4, 3
     if depth <= 128:
@@ -117,7 +117,7 @@ def _row_tiles(depth: int) -> tuple[int, int, int, int]:
 
 
 def _class_tiles(depth: int) -> tuple[int, int, int, int]:
-    """Rows that a program looks at together, classes that it owns, warps and stages; measured."""
+    """Rows per step, classes per program, warps and stages; tuned."""
     if depth <= 64:
         return 64, 128, 4, 3
     if depth <= 128:
@@ -126,7 +126,7 @@ def _class_tiles(depth: int) -> tuple[int, int, int, int]:
 
 
 def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
-    """Into how many parts the classes are cut, so that all multiprocessors have work."""
+    """Number of parts of the classes, so that all multiprocessors have work."""
     if hidden.device.type != "cuda":
         return min(2, n_classes)
     return max(1, min(8 * multiprocessors(hidden.device) // tiles, n_classes // 1024, 16))
@@ -134,15 +134,14 @@ def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
 
 @triton.jit
 def _load(base, row, stride, step, there, inside, EVEN: tl.constexpr):
-    """Rows of a matrix, 0 where there are none; EVEN where their length is that of ``step``."""
+    """Rows of a matrix, 0 outside of it; ``EVEN`` if their length is that of ``step``."""
     if EVEN:
         return tl.load(base + row[:, None] * stride + step[None, :], mask=there[:, None], other=0.0)
     else:
         return load_rows(base, row, stride, step, 1, there, inside)
 
 
-# Rows of a cluster differ from step to step: their number must not decide which program
-# is compiled.
+# The number of rows of a cluster differs between steps, so kernels are not specialised for it.
 @kernel(do_not_specialize=["n"])
 def _mix_of_rows(
     hidden, weight, bias, lse, mean, n, n_classes, depth, span, hidden_row, weight_row, softcap,
@@ -169,12 +168,12 @@ def _mix_of_rows(
             scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
         if CAPPED:
             bent = tanh(scores / softcap)
-            # -inf stays: a cap would bring a masked class back.
+            # -inf is kept: a cap would unmask the class.
             scores = tl.where(scores == -float("inf"), scores, bent * softcap)
         if first + CLASSES > stop:
             scores = tl.where(live[None, :], scores, -float("inf"))
         grown = tl.maximum(peak, tl.max(scores, 1) * scale)
-        # A bias of -inf takes classes out: no class so far, and no difference of infinities.
+        # While all classes are masked by a bias of -inf, the origin is 0, so no difference is NaN.
         origin = tl.where(grown == -float("inf"), 0.0, grown)
         shares = tl.exp2(scores * scale - origin[:, None])
         shrink = tl.exp2(peak - origin)
@@ -227,7 +226,7 @@ def _gradient_of_classes(
         known = row < n
         states = _load(hidden, row.to(tl.int64), hidden_row, step, known, inside, EVEN)
         log2_sum = tl.load(factors + row, mask=known, other=0.0) * LOG2E
-        # A row without any class: no difference of infinities.
+        # For a fully masked row, 0 avoids a difference of infinities.
         log2_sum = tl.where(log2_sum == -float("inf"), 0.0, log2_sum)
         push_row = tl.load(push + row, mask=known, other=0.0) * shrink
         scores = tl.dot(vectors, tl.trans(states))
@@ -263,7 +262,7 @@ def _gradient_of_classes(
 
 @triton.jit
 def _how_many_below(target, n, bound):
-    """Of targets in order."""
+    """The number of targets below ``bound``, by bisection; they are sorted."""
     low = n * 0
     high = n
     while low < high:
@@ -279,11 +278,11 @@ def finish_rows(
     row_weight: Tensor | None, keep: float, more: Tensor | None, z_loss: float, softcap: float,
     temperature: float, dtype: torch.dtype,
 ) -> Rows:  # fmt: skip
-    """Losses, row factors and the gradient of hidden, in ``dtype``, from what the classes left.
+    """Losses, row factors and the gradient of hidden, in ``dtype``, from the parts of ``mix``.
 
-    ``mix`` has means where the gradient is wanted; ``exact`` is the plain score of each target.
-    ``keep`` is what is left of a target, 1 unless it is smoothed, and ``more`` what probabilities
-    count for besides, one number or None.
+    ``mix`` has mean vectors if the gradient is wanted; ``exact`` is the plain score of each target.
+    ``keep`` is the weight of the target, less than 1 with label smoothing. ``more`` is one number
+    that is added to push, or None.
     """
     parts, n = mix.lse.shape
     kept, depth = mix.mean_vector.shape[1:]
@@ -300,8 +299,8 @@ def finish_rows(
     return Rows(loss, factors, gradient)
 
 
-# Rows of a cluster differ from step to step: their number, the parts that it asks for and where
-# they begin must not decide which program is compiled.
+# The number of rows of a cluster, the resulting number of parts, and the alignment of rows differ
+# between steps, so the kernel is not specialised for them.
 @kernel(
     do_not_specialize=["n", "parts"],
     do_not_specialize_on_alignment=["target", "exact", "row_scale", "row_weight", "more", "loss"],
@@ -317,7 +316,7 @@ def _finish_row(
     there = part < parts
     logs = tl.load(lse + part * n + row, mask=there, other=-float("inf"))
     peak = tl.max(logs, 0)
-    # A bias of -inf may leave a part, or all of them, without a class.
+    # A bias of -inf may mask all classes of a part, or of all parts.
     origin = tl.where(peak == -float("inf"), 0.0, peak)
     total = origin + tl.log(tl.sum(tl.exp(logs - origin), 0))
     at_target = tl.load(exact + row)
@@ -330,7 +329,7 @@ def _finish_row(
     pull = keep
     if WEIGHTED:
         pull *= tl.load(row_weight + row).to(tl.float32)
-    # Where nothing can be, no target is met, and nothing is to be moved.
+    # Fully masked rows have infinite loss and zero gradient.
     empty = total == -float("inf")
     row_loss = pull * (total - at_target) + z_loss * total * total
     tl.store(loss + row, tl.where(empty, float("inf"), row_loss))
@@ -353,7 +352,7 @@ def _finish_row(
         means = load_rows(mean, part * n + row, depth, step, 1, there, inside)
         own = weight + tl.load(target + row) * weight_row + step
         own = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-        # In float32: the two nearly cancel once a row is learnt.
+        # In float32, since the two nearly cancel when the target's probability is close to 1.
         moved = tl.sum(means * share[:, None], 0) * push - own * (pull * slope)
         place = gradient + row * depth + step
         tl.store(place, moved.to(gradient.dtype.element_ty), mask=inside)

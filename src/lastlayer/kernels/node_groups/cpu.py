@@ -1,7 +1,7 @@
-"""Choices at the nodes of a tree on the CPU: small groups in one call, and all leaves of a row.
+"""Softmax at the nodes of a tree on the CPU: all small groups in one call, and all leaves of rows.
 
-A group with many rows is a matrix product, which torch does better. Of the many small ones each
-product would take the host longer than its arithmetic. README.md has the derivation.
+For a group with many rows, torch's matrix product is faster. For the many small groups, calling a
+product takes longer than its arithmetic. README.md has the derivation.
 """
 
 import math
@@ -26,7 +26,7 @@ from lastlayer.kernels._cpu_math import (
     top_of,
 )
 
-# Multiplications that take as long as an entry of the kernels that only pass over numbers.
+# Number of multiplications that cost as much as one entry of an element-wise kernel.
 _WORK = 8
 Array = NDArray[Any]
 
@@ -35,19 +35,20 @@ def choose(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, first: Array, last: Array,
     row: Array, width: Array, position: Tensor, made: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the log-probability of each entry's child into ``made``, ``(n, m)``.
+    """Writes the log-probability of each entry's child to ``made``, ``(n, m)``.
 
     Args:
-        hidden: ``(n, d)``; entry i is of row ``i // m``.
+        hidden: ``(n, d)``; entry i belongs to row ``i // m``.
         weight: the vectors of all nodes.
-        bias: one number for each of them, or None.
-        order: entries in the order of their nodes.
-        first: where the entries of each group begin.
-        last: where they end.
-        row: the first vector of its node.
-        width: how many it has: one of a binary node, for its second child.
+        bias: one number per vector, or None.
+        order: entries sorted by their nodes.
+        first: the start of each group in ``order``.
+        last: the end of each group in ``order``.
+        row: the first vector of each group's node.
+        width: the number of vectors of each group's node: 1 for a binary node, for its second
+            child.
         position: the child of each entry, ``(n * m,)``.
-        made: log-probabilities; entries that are in no group stay as they are.
+        made: log-probabilities; entries that are in no group are unchanged.
     """
     _choose(
         *_sizes(first, last, width, hidden.shape[1]), as_numpy(order), first, last, row, width,
@@ -60,10 +61,10 @@ def gradients(
     row: Array, width: Array, position: Tensor, upstream: Tensor, place: Array,
     of_entries: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Gradients of :func:`choose` by the hidden states of entries, ``(n, m, d)``, and by vectors.
+    """Gradients of :func:`choose` for the hidden states of entries, ``(n, m, d)``, and vectors.
 
-    Those of a group's vectors and biases are written from row ``place`` on. ``upstream`` is
-    ``(n * m,)``; the rest is as for :func:`choose`.
+    The gradients of a group's vectors and biases are written from row ``place`` on. ``upstream`` is
+    ``(n * m,)``; other arguments are those of :func:`choose`.
     """
     n_groups, work = _sizes(first, last, width, hidden.shape[1])
     none, d = hidden.new_empty(0), hidden.shape[1]
@@ -78,7 +79,7 @@ def gradients(
 
 
 def _sizes(first: Array, last: Array, width: Array, depth: int) -> tuple[int, int]:
-    """How many groups there are, and what one takes on average."""
+    """The number of groups, and the average cost of a group."""
     n = len(first)
     return n, int(((last - first) * width).sum()) * depth // (_WORK * max(1, n))
 
@@ -86,9 +87,9 @@ def _sizes(first: Array, last: Array, width: Array, depth: int) -> tuple[int, in
 def leaves(
     scores: Tensor, child_start: Tensor, row_start: Tensor, child: Tensor, end: Tensor, made: Tensor
 ) -> None:
-    """As the reference's, into ``made``, from scores with a column per row of the weight, or more.
+    """As the reference, but writes to ``made``.
 
-    Nodes are numbered level by level, so that a node comes after its parent.
+    Nodes must be numbered level by level, so that a node comes after its parent.
     """
     _leaves(
         *scores.shape, as_numpy(scores.detach().contiguous()), as_numpy(child_start),
@@ -138,7 +139,7 @@ def _gradients(
             peak, rest = _log_total(scores[:used], shares, lanes)
             if len(of_entries):
                 of_entries[entry, :] = zero
-            # A binary node has a vector for its second child alone.
+            # A binary node only has a vector for its second child.
             for i in range(used - n, used):
                 slope = -factor * math.exp((scores[i] - peak) - rest)
                 if i == position[entry]:
@@ -162,7 +163,7 @@ def _room(width):
 
 @njit(nogil=True)
 def _score(state, weight, bias, first, n, scores):
-    """Scores of all children of a node; how many they are."""
+    """Writes the scores of all children of a node; returns their number."""
     shift = 1 if n == 1 else 0
     scores[0] = 0.0
     for i in range(n):
@@ -183,7 +184,7 @@ def _exp_sum(scores, peak, shares):
 
 @njit(nogil=True, error_model="numpy")
 def _log_total(scores, shares, lanes):
-    """The largest score, and the logarithm of the sum of exponentials of distances to it."""
+    """The largest score, and the logsumexp of the scores less the largest score."""
     peak = largest(scores, lanes, scores.dtype.type(-math.inf))
     return peak, scores.dtype.type(math.log(_exp_sum(scores, peak, shares)))
 
@@ -196,7 +197,7 @@ def _leaves(start, stop, rows, child_start, row_start, child, end, made):
     for node in range(n_inner):
         widest = max(widest, child_start[node + 1] - child_start[node])
         binary = binary or child_start[node + 1] - child_start[node] == 2
-    # The edge above each node; that above the root comes last. Indices without a sign are faster.
+    # The edge above each node; the edge above the root is last. Unsigned indices are faster.
     above, ends = np.full(n_inner, n_edges, np.uint32), end.view(np.uint32)
     for edge in range(n_edges):
         if child[edge] >= 0:
@@ -234,7 +235,7 @@ def _leaves(start, stop, rows, child_start, row_start, child, end, made):
 
 @njit(nogil=True, error_model="numpy")
 def _binary_edges(scores, rests, above, edges):
-    """All edges of a tree in which every node has two."""
+    """Writes the log-probabilities of all edges of a binary tree."""
     zero = scores.dtype.type(0.0)
     for node in range(len(rests)):
         score, so_far = scores[node], edges[above[node]] - rests[node]
@@ -244,10 +245,10 @@ def _binary_edges(scores, rests, above, edges):
 
 @njit(nogil=True, error_model="numpy")
 def _log_rests(scores, rests):
-    """``log(1 + exp(-|score|))``, also where the exponential is small beside 1."""
+    """``log(1 + exp(-|score|))``, precise even if the exponential is small compared with 1."""
     one = scores.dtype.type(1.0)
     for i in range(len(rests)):
         small = exp(-abs(scores[i]))
         sum_ = one + small
-        # What rounding took from the sum, relative to it.
+        # Adds the rounding error of the sum, relative to it.
         rests[i] = log(sum_) + (small - (sum_ - one)) / sum_

@@ -1,4 +1,4 @@
-"""Choices among the children of nodes in plain torch, node by node: defines the truth."""
+"""Softmax over the children of nodes in plain torch, node by node: the reference for tests."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ def log_probs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, node: Tensor, position: Tensor,
     row_start: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Of the children at ``position`` given their nodes, ``(n, path)``; differentiable.
+    """Log-probabilities of the children at ``position``, ``(n, path)``; differentiable.
 
     Args:
         hidden: ``(n, d)``.
-        weight: ``(n_rows, d)``: one row for a node of two children, which decides for the second
-            one, and one a child for others.
+        weight: ``(n_rows, d)``: one row per child; a binary node has only one row, the logit of its
+            second child.
         bias: ``(n_rows,)``, or None.
-        node: ``(n, path)``; the number of nodes where nothing is asked for, and the result is 0.
-        position: ``(n, path)``.
+        node: ``(n, path)``; the number of nodes for an unused entry, whose result is 0.
+        position: index of the child among those of its node, ``(n, path)``.
         row_start: the first row of each node, and the end.
     """
     made = hidden.new_zeros(node.shape)
@@ -43,9 +43,9 @@ def leaves(
 
     Args:
         scores: ``(n, n_rows)``; columns beyond the last row of the weight are not read.
-        child_start: where the edges of each node start, and the end.
-        row_start: the same for its rows of the weight.
-        child: what each edge leads to: a node, or ~c for a leaf.
+        child_start: the first edge of each node, and the end.
+        row_start: the first row of the weight of each node, and the end.
+        child: the child of each edge: a node, or ~c for a leaf.
         end: the last edge on the path to each leaf.
     """
     edges = scores.new_zeros(scores.shape[0], len(child))

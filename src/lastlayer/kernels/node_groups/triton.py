@@ -1,22 +1,22 @@
-"""Log-probabilities of chosen children and their gradients, node by node together, on CUDA.
+"""Log-probabilities of children at the nodes of a tree, and their gradients, on CUDA.
 
-An *entry* is a row of hidden states at a node. Entries are sorted by node; those of one node are a
-group, whose scores are one small product. A list of tiles makes one launch of all groups.
+An *entry* is a row of hidden states at a node. Entries are sorted by node; the entries of one node
+are a group, whose scores are one small product. A list of tiles makes all groups one launch.
 
-* A *plan* says which rows are at which node, and the tiles of each group, without a word from the
-  host. All sizes depend on values that only the device knows: what is bounded by numbers of the
-  tree gets that much memory and that many programs; those beyond the end have nothing to do.
-* ``_scores_of_tiles`` makes the scores of all groups and keeps them: as many numbers as the nodes
-  of each entry have children, where the vectors would be ``in_features`` times as many.
-* ``_log_probs_of_entries`` has a program for each entry.
-* ``_gradient_of_rows`` and ``_gradient_of_children`` turn scores into slopes where they load them.
+* A *plan* has the entries and tiles of each group, computed without a host sync. Its sizes are
+  known only on the device, so memory and programs are allocated for an upper bound that follows
+  from the tree; programs beyond the end return at once.
+* ``_scores_of_tiles`` computes and stores the scores of all groups. Gathered vectors would take
+  ``in_features`` times as much memory.
+* ``_log_probs_of_entries`` has one program per entry.
+* ``_gradient_of_rows`` and ``_gradient_of_children`` convert scores to slopes when they load them.
 
-Scores of all leaves come from one product: ``_normalise_nodes`` has the logsumexp of wide nodes,
-and ``_reach_edges`` adds log-probabilities up from level to level.
+The scores of all leaves come from one product: ``_normalise_nodes`` computes the logsumexp of wide
+nodes, and ``_reach_edges`` sums log-probabilities level by level.
 
-Every number is written by one program, which adds up in a fixed order. Offsets inside a tile are 32
-bits wide, from a place that is 64 bits wide: what a program holds are mostly addresses, and with
-long ones they would not fit its registers.
+Every number is written by one program, which sums in a fixed order. Offsets inside a tile are
+32-bit, relative to a 64-bit base: most registers of a program hold addresses, and 64-bit offsets
+would not fit.
 """
 
 from typing import NamedTuple
@@ -40,15 +40,15 @@ from lastlayer.kernels.node_groups import (
     most_tiles,
 )
 
-# Numbers of a vector that a program has at a time: while it adds them up, and of a gradient.
+# Features per step of a dot product, and features of a gradient per program.
 SUMMED, HELD = 128, 256
-# Numbers that a program of the plan has.
+# Entries or groups per program of the kernels that compute the plan.
 _BLOCK = 256
-# Rows of a large group that are added up at a time.
+# Rows of a large group per step.
 MANY = 32
-# Numbers of the gradients of all entries that are held at once.
+# Maximum size of the buffer for the gradients of all entries, unless HELD features are larger.
 MOST_PARTS = 1 << 26
-# Scores that a program of all leaves has at a time, and its rows.
+# Scores per step of the kernels for all leaves, and rows per program.
 LEAVES_AT_A_TIME, LEAF_ROWS = 2048, 4
 
 
@@ -62,7 +62,7 @@ class Paths(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward needs."""
+    """What the forward pass saves for backward."""
 
     plan: Plan
     scores: Tensor
@@ -74,8 +74,8 @@ def entries_of(
 ) -> tuple[Tensor, Tensor]:
     """The nodes on the path of each target and the children taken, ``(n, longest)``, int32.
 
-    Nodes are ``n_inner`` beyond the end of a path, in rows that are ignored, and in rows whose
-    target is no class.
+    Nodes are ``n_inner`` beyond the end of a path, and in rows that are ignored or whose target is
+    not a class.
     """
     n = target.shape[0]
     node, position = torch.empty(2, n, longest, device=target.device, dtype=torch.int32).unbind()
@@ -90,7 +90,7 @@ def entries_of(
 def losses_of(
     target: Tensor, log_probs: Tensor, n_classes: int, ignore_index: int | None
 ) -> Tensor:
-    """Minus the sum of log-probabilities ``(n, path)``; 0 if ignored, NaN if it is no class."""
+    """Minus the sum of log-probabilities ``(n, path)``; 0 if ignored, NaN for an invalid target."""
     n, path = log_probs.shape
     losses = torch.empty(n, device=target.device, dtype=torch.float32)
     _losses_of_targets[(cdiv(n, 64),)](
@@ -104,7 +104,7 @@ def log_probs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, node: Tensor, position: Tensor,
     row_start: Tensor, sizes: TreeSizes,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """As the reference's, from int32 nodes and positions; and what the gradients need."""
+    """As the reference, from int32 nodes and positions; also returns what backward needs."""
     (n, path), depth = node.shape, hidden.shape[1]
     plan = _make_plan(node.reshape(-1), row_start, sizes, n)
     n_groups = plan.groups.shape[1]
@@ -127,15 +127,15 @@ def log_probs(
 
 
 def to_hidden(hidden: Tensor, weight: Tensor, position: Tensor, grad: Tensor, kept: Kept) -> Tensor:
-    """The gradient of hidden ``(n, d)``, from that of the log-probabilities.
+    """The gradient of hidden ``(n, d)``.
 
-    ``grad`` is ``(n, path)``, or ``(n,)`` where all entries of a row have the same.
+    ``grad`` is the upstream gradient: ``(n, path)``, or ``(n,)`` if equal for all entries of a row.
     """
     (n, path), depth = position.shape, hidden.shape[1]
     plan, n_groups = kept.plan, kept.plan.groups.shape[1]
     weight, grad = in_rows(weight), grad.contiguous()
     made = torch.empty_like(hidden)
-    # The entries of a row are on different groups: each has a part of its own.
+    # The entries of a row are in different groups, so each entry has its own gradient.
     step = max(HELD, MOST_PARTS // max(1, n * path) // HELD * HELD)
     for first in range(0, depth, step):
         last = min(depth, first + step)
@@ -154,10 +154,10 @@ def to_children(
     hidden: Tensor, weight: Tensor, position: Tensor, grad: Tensor, kept: Kept, sparse: bool,
     to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Gradients of weight and bias, empty where not asked for; and of which rows they are.
+    """The rows of the gradients of weight and bias, and these gradients; empty if not wanted.
 
-    All rows, and None, unless ``sparse``: then the rows that were touched, ascending, whose
-    number the host waits for.
+    The rows are None for all rows. With ``sparse`` they are the touched rows, ascending, whose
+    number takes a host sync.
     """
     path, depth = position.shape[1], hidden.shape[1]
     plan, n_groups = kept.plan, kept.plan.groups.shape[1]
@@ -167,10 +167,10 @@ def to_children(
     weight_gradient = new(rows if to_weight else 0, depth)
     bias_gradient = new(rows if to_bias else 0)
     touched = torch.empty(rows, dtype=torch.int64, device=grad.device) if sparse else None
-    # Row factors such as 1/n would vanish in float16: they are brought to 1 and back.
+    # Row factors such as 1/n would underflow in float16, so they are scaled to 1, and back later.
     scale = grad.abs().amax().clamp_min(1e-30) if hidden.dtype == torch.float16 else None
     wide = _wide(hidden, weight)
-    # Numbers in float32 take twice the registers.
+    # float32 operands take twice the registers.
     held = HELD // 2 if wide else HELD
     blocks = cdiv(depth, held) if to_weight else 1
     _gradient_of_children[(len(plan.child_tiles), blocks)](
@@ -184,9 +184,9 @@ def to_children(
 
 
 def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) -> None:
-    """As the reference's, into ``made``, from scores without bias; their rows lie together.
+    """As the reference, but writes to ``made``, from scores without bias; rows are contiguous.
 
-    In a tree that overlaps, a class has the sum over its paths.
+    If classes have several paths, their probabilities are summed.
     """
     n, n_inner, classes = scores.shape[0], len(tree.row_start) - 1, made
     if not n:
@@ -206,7 +206,7 @@ def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) 
     block = LEAVES_AT_A_TIME // LEAF_ROWS
     for first, last in tree.launches:
         low, high = tree.levels[first]
-        # Programs of one row are neighbours, so that what they scatter meets in the cache.
+        # Programs of the same rows are adjacent, so that their scattered writes meet in the cache.
         parts = cdiv(high - low, block) if high - low >= MANY_EDGES else 1
         _reach_edges[(cdiv(n, LEAF_ROWS) * parts,)](
             scores, bias, tree.edge_node, tree.edge_row, tree.child, tree.level_start, reached, lse,
@@ -214,7 +214,7 @@ def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) 
             BLOCK=block, WIDE=wide, BIASED=biased, num_warps=4,
         )  # fmt: skip
     if ends is not None:
-        # The paths of a class are neighbours, as the children of a node are.
+        # The paths of a class are adjacent, like the children of a node.
         n_classes, group = classes.shape[1], LEAVES_AT_A_TIME // 16
         each = torch.arange(n_classes, device=scores.device, dtype=torch.int32)
         _normalise_nodes[(n, cdiv(n_classes, group))](
@@ -224,20 +224,20 @@ def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) 
 
 
 def _shared(grad: Tensor, path: int) -> int:
-    """How many entries have the same number from upstream."""
+    """Number of consecutive entries that share one upstream gradient."""
     return path if grad.dim() == 1 else 1
 
 
 def _wide(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether products are in float32: unless both are of the same half precision."""
+    """Whether products are in float32; they are not if both have the same half precision."""
     return hidden.dtype != weight.dtype or hidden.dtype == torch.float32
 
 
 def _make_plan(node: Tensor, row_start: Tensor, sizes: TreeSizes, n: int) -> Plan:
-    """For the node of each entry, ``(m,)``, int32; ``n_inner`` where none is asked for.
+    """The plan for the node of each entry, ``(m,)``, int32, ``n_inner`` for unused entries.
 
-    ``row_start`` is the first row of the weight of each node, and their end; n is how many rows
-    of hidden states the entries are of.
+    ``row_start`` has the first row of the weight of each node, and the end; n is the number of rows
+    of hidden states.
     """
     m, n_groups = node.shape[0], most_groups(node.shape[0], sizes)
     by_node, entry = torch.sort(node, stable=True)
@@ -268,7 +268,7 @@ def _entries_of_targets(
     target, path_start, path_edge, edge_node, child_start, node, position, n, path, n_classes,
     n_inner, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The nodes on the path of each target, and the child that is taken at each."""
+    """Writes the nodes on the path of each target, and the child that is taken at each."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     step = tl.program_id(1) * LEVELS + tl.arange(0, LEVELS)
     known, chosen = _known(target, row, row < n, n_classes, ignored, IGNORES)
@@ -290,7 +290,7 @@ def _losses_of_targets(
     target, log_prob, losses, n, path, n_classes, ignored, IGNORES: tl.constexpr,
     ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Minus the sum of each row; 0 where it is ignored, and NaN where its target is no class."""
+    """Writes minus the sum of each row; 0 if it is ignored, NaN for an invalid target."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     known, chosen = _known(target, row, row < n, n_classes, ignored, IGNORES)
     total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -316,7 +316,7 @@ def _known(target, row, live, n_classes, ignored, IGNORES: tl.constexpr):
 
 @kernel
 def _mark_first(by_node, fresh, m, BLOCK: tl.constexpr):
-    """1 where a group starts, else 0."""
+    """Writes 1 at the first entry of each group, 0 elsewhere."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < m
     here = tl.load(by_node + place, mask=live, other=0)
@@ -338,7 +338,7 @@ def _measure_groups(
     by_node, group, start, row_start, groups, amounts, m, n_groups, n_inner, ROWS: tl.constexpr,
     CHILDREN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a plan says of each group, and how much work it is; 0 beyond the last one."""
+    """Writes the fields of each group, and its amounts of work; 0 beyond the last group."""
     this = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     last = tl.load(group + m - 1) - 1
     there = this <= last
@@ -349,7 +349,7 @@ def _measure_groups(
     asked = node < n_inner
     first_row = tl.load(row_start + node, mask=asked, other=0)
     width = tl.load(row_start + node + 1, mask=asked, other=0) - first_row
-    # Lines of scores start where a vector load can.
+    # Rows of scores are padded, so that they are aligned for vector loads.
     line = (width + 3) // 4 * 4
     row_tiles = tl.where(asked, (size + ROWS - 1) // ROWS, 0)
     child_tiles = (width + CHILDREN - 1) // CHILDREN
@@ -370,7 +370,7 @@ def _measure_groups(
 def _list_tiles(
     ends, tiles, n_groups, n_scores, n_rows, n_children, SEARCH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The group of each tile, in one of three lists; ``n_groups`` beyond the last tile."""
+    """Writes the group of each tile to one of three lists; ``n_groups`` beyond the last tile."""
     kind = tl.program_id(1)
     length = tl.where(kind == 0, n_scores, tl.where(kind == 1, n_rows, n_children))
     into = tl.where(kind == 0, 0, n_scores) + tl.where(kind == 2, n_rows, 0)
@@ -389,7 +389,7 @@ def _list_tiles(
 
 @triton.jit
 def _fields(groups, group, n_groups):
-    """What a plan says of a group."""
+    """The fields of a group in the plan."""
     start = tl.load(groups + group)
     size = tl.load(groups + n_groups + group)
     first_row = tl.load(groups + 2 * n_groups + group)
@@ -399,7 +399,7 @@ def _fields(groups, group, n_groups):
 
 @triton.jit
 def _scores_of(groups, ends, group, n_groups):
-    """Where the scores of a group start."""
+    """The index of the first score of a group."""
     _, size, _, _, line = _fields(groups, group, n_groups)
     return tl.load(ends + 3 * n_groups + group) - size * line
 
@@ -410,7 +410,7 @@ def _scores_of_tiles(
     weight_row, ROWS: tl.constexpr, CHILDREN: tl.constexpr, DEPTH: tl.constexpr,
     BIASED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some rows of a group for some children of its node."""
+    """Computes the scores of some rows of a group for some children of its node."""
     tile = tl.program_id(0)
     group = tl.load(tiles + tile)
     if group >= n_groups:
@@ -458,7 +458,7 @@ def _log_probs_of_entries(
     scores, positions, entries, group_of, groups, ends, log_prob, lse, n_groups,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the child that each entry takes, and the logsumexp of its node."""
+    """Log-probability of the child that each entry takes, and logsumexp of its node."""
     place = tl.program_id(0).to(tl.int64)
     group = tl.load(group_of + place) - 1
     entry = tl.load(entries + place)
@@ -467,7 +467,7 @@ def _log_probs_of_entries(
     if width == 0:
         tl.store(log_prob + entry, 0.0)
         return
-    # One row decides between two children, the first of which has the score 0.
+    # A binary node has one row of the weight, for its second child; the first has score 0.
     binary = width == 1
     column = tl.load(positions + entry).to(tl.int64) - binary.to(tl.int64)
     peak = tl.where(binary, 0.0, -float("inf"))
@@ -475,7 +475,7 @@ def _log_probs_of_entries(
         child = first + tl.arange(0, BLOCK)
         score = tl.load(scores + child, mask=child < width, other=-float("inf"))
         peak = tl.maximum(peak, tl.max(score, 0))
-    # A bias of -inf takes children out; no difference of infinities where all are.
+    # If all children are masked by a bias of -inf, 0 avoids a difference of infinities.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, width, BLOCK):
@@ -493,7 +493,7 @@ def _normalise_nodes(
     scores, bias, nodes, row_start, lse, n_nodes, stride, n_inner, NODES: tl.constexpr,
     WIDTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The logsumexp of one row at some nodes, of which only the widest are longer than WIDTH."""
+    """The logsumexp of one row at some nodes; nodes wider than ``WIDTH`` take several steps."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * NODES + tl.arange(0, NODES)
     asked = place < n_nodes
@@ -510,7 +510,7 @@ def _normalise_nodes(
         score = tl.load(scores + column, mask=live, other=-float("inf"))
         if BIASED:
             score += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
-        # Lane by lane; a NaN reaches the sum, as does +inf.
+        # One maximum and sum per lane; NaN and +inf reach the sum as NaN.
         grown = tl.maximum(peak, score)
         origin = tl.where(grown == -float("inf"), 0.0, grown)
         total = total * tl.exp(peak - origin) + tl.exp(score - origin)
@@ -527,7 +527,7 @@ def _reach_edges(
     line, first_level, last_level, parts, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDE: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Log-probabilities of what the edges of some levels lead to, one level after the other."""
+    """Log-probabilities of the children of all edges of some levels, level by level."""
     row = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     own = (row < n)[:, None]
     scores += (row * stride)[:, None]
@@ -542,7 +542,7 @@ def _reach_edges(
             there = edge < high
             if WIDE:
                 node = tl.load(edge_node + edge, mask=there, other=0)
-                # Four times the row of the weight, and 1 or 2 for a child of a binary node.
+                # Four times the row of the weight, plus 1 or 2 for the children of a binary node.
                 known = tl.load(edge_row + edge, mask=there, other=0)
                 column = known >> 2
                 kind = known & 3
@@ -555,7 +555,7 @@ def _reach_edges(
             if BIASED:
                 more = tl.load(bias + column, mask=there, other=0.0)
                 score += more.to(tl.float32)[None, :]
-            # Nothing is above the root.
+            # The root has log-probability 0.
             above = tl.load(reached + node[None, :], mask=live & (node > 0)[None, :], other=0.0)
             signed = tl.where((kind == 1)[None, :], -score, score)
             given = tl.minimum(signed, 0.0) - log1p(tl.exp(-tl.abs(score)))
@@ -567,13 +567,13 @@ def _reach_edges(
             inner = (below >= 0)[None, :]
             tl.store(made + (-1 - below)[None, :], above + given, mask=live & ~inner)
             tl.store(reached + below[None, :], above + given, mask=live & inner)
-        # Other threads of this program read them next.
+        # Other threads of this program read these results at the next level.
         tl.debug_barrier()
 
 
 @triton.jit
 def _slopes(scores, column, level, line, member, asked, child, first_child, there):
-    """[the child is taken] - its probability, (rows, children); 0 beyond rows and children."""
+    """[child is taken] - its probability, (rows, children); 0 beyond rows and children."""
     score = tl.load(
         scores + member[:, None] * line + child[None, :],
         mask=asked[:, None] & there[None, :],
@@ -585,7 +585,7 @@ def _slopes(scores, column, level, line, member, asked, child, first_child, ther
 
 @triton.jit
 def _columns(positions, entry, width, asked):
-    """Which of the rows of the node each entry takes; below 0 for none."""
+    """The row of the node's weight that each entry takes; negative for none."""
     binary = (width == 1).to(tl.int32)
     return tl.load(positions + entry, mask=asked, other=-1) - binary
 
@@ -596,7 +596,7 @@ def _gradient_of_rows(
     first_step, depth, last_step, weight_row, ROWS: tl.constexpr, CHILDREN: tl.constexpr,
     DEPTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of each entry, for some of its numbers: from all children of the node."""
+    """The gradient of the hidden state of each entry, for some features, over all children."""
     tile = tl.program_id(0)
     group = tl.load(tiles + tile)
     if group >= n_groups:
@@ -627,7 +627,7 @@ def _gradient_of_rows(
             vectors = vectors.to(tl.float32)
         weight += CHILDREN * weight_row
         total = tl.dot(slope.to(vectors.dtype), vectors, total, input_precision="ieee")
-    # What comes from upstream is often too small for half precision: it is multiplied here.
+    # The upstream gradient is often too small for half precision, so it is multiplied here.
     total *= tl.load(grad + entry // shared, mask=asked, other=0.0).to(tl.float32)[:, None]
     tl.store(
         parts + (entry.to(tl.int64) * depth)[:, None] + step[None, :],
@@ -642,7 +642,7 @@ def _add_rows(
     child, first_child, there, step, inside, back, path, shared, hidden_row, ROWS: tl.constexpr,
     TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What some rows of a group add to the gradient of some children."""
+    """Adds the contribution of some rows of a group to the gradient of some children."""
     member = tl.arange(0, ROWS)
     asked = member < size - first
     place = start + first + member
@@ -675,10 +675,10 @@ def _gradient_of_children(
     MANY: tl.constexpr, CHILDREN: tl.constexpr, DEPTH: tl.constexpr, PACKED: tl.constexpr,
     TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of some children of a node, for some of their numbers: from all rows of its group.
+    """The gradient of the vectors of some children, for some features, over all rows of a group.
 
-    MANY rows at a time, of which the root has thousands; and what is left ROWS at a time, which is
-    all there is of most groups.
+    It processes ``MANY`` rows per step, and the remaining ones in steps of ``ROWS``. The root has
+    thousands of rows, but most groups have fewer than ``MANY``.
     """
     tile = tl.program_id(0)
     group = tl.load(tiles + tile)
