@@ -55,7 +55,7 @@ def words(counter: Tensor, n: int) -> Tensor:
 
 
 def integers(counter: Tensor, n: int, below: int) -> Tensor:
-    """``n`` integers in [0, below): ⌊below · r / 2^64⌋ with 64 bits r; ``below`` is at most 2^31."""
+    """``n`` integers in [0, below), below at most 2^31: ⌊below · r / 2^64⌋ of 64 random bits r."""
     made = _pairs(counter, n)
     # Both products have less than 64 bits.
     return (made[:, 0] * below + (made[:, 1] * below >> 32)) >> 32
