@@ -61,7 +61,7 @@ def _run(
     rows: Tensor, out: Tensor, bias: Tensor | None, target: Tensor | None,
     row_scale: Tensor | None, losses: Tensor | None, k: int, logs: bool = False,
 ) -> None:  # fmt: skip
-    """Writes to ``out``: probabilities, their ``logs``, or with a target the gradient of the loss."""
+    """Writes probabilities, their ``logs``, or with a target the loss and its gradient."""
     n_rows, n = rows.shape
     k, shift = min(k, n), UNUSED_BITS[rows.dtype] if bias is None else 0
     constants = dict(
