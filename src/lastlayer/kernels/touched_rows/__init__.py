@@ -12,11 +12,11 @@ entry: the sum of a class is in its first slot, and its other slots are 0. ``kno
 as int64, the index dtype of sparse tensors. With ``scattered`` the sums go to the rows of their
 classes instead. It has no CPU kernel, since there ``forward`` needs no sync either.
 
-``adagrad_`` and ``adam_`` update the rows ``ids`` of ``weight`` (v, d), which must be contiguous,
-with ``gradient`` (k, d). If an id occurs several times, its occurrences must be adjacent, and only
-the first counts: it has the whole gradient of the row. If ``ids`` is None (reference only), the
-gradient has the shape of the weight, which may be any. Sums and moments are float32, or float64 for
-float64.
+``adagrad_`` and ``adam_`` update the rows ``ids`` of ``weight`` (v, d), whose rows must be
+contiguous, with ``gradient`` (k, d). If an id occurs several times, its occurrences must be
+adjacent, and only the first counts: it has the whole gradient of the row. If ``ids`` is None
+(reference only), the gradient has the shape of the weight, which may be any. Sums and moments are
+float32, or float64 for float64.
 """
 
 import torch
