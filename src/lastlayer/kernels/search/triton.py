@@ -277,7 +277,7 @@ def _walk(
     run: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tables: tuple[Tensor, ...],
     made: Tensor, size: int, widest: int, **constants: int,
 ) -> None:  # fmt: skip
-    """Launches one program per element of ``made``, ``(n, m)``."""
+    """Launches one program per element of the output ``made``, ``(n, m)``."""
     hidden, weight, depth = in_rows(hidden), in_rows(weight), hidden.shape[1]
     steps = tile_width(depth, WALKED)
     # A binary node has one row of the weight.

@@ -217,7 +217,7 @@ def _sums(x, labels):
         down += below * labels[i]
         weight = labels[i] if x[i] < zero else one - labels[i]
         far += zero if weight == zero or small >= near else one
-    # NaN is returned as it is.
+    # Sums that are NaN are returned unchanged.
     return (up, down) if far == zero or up + down != up + down else (real(2.0 * _LARGE), down)
 
 
