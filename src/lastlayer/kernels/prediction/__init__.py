@@ -1,11 +1,11 @@
-"""What a softmax over scores predicts: the best classes, draws and log-probabilities.
+"""Predictions from scores: the best classes, samples and log-probabilities.
 
-Scores ``(n, classes)`` are those of a linear layer without what comes after the product: a bias,
-then a soft cap c, ``c * tanh(score / c)`` (0 for none), then a division by the temperature.
-``best`` gives the largest k with their classes, of equal ones the lower class first, and the
-logsumexp of each row; ``draw`` a class for each number in [0, 1); ``log_softmax_`` overwrites the
-scores with log-probabilities, to which it adds an ``offset`` of each row; ``log_sigmoid_`` with
-those of labels that do not exclude each other.
+Scores ``(n, classes)`` are the output of a matrix product. All operations first add the bias, apply
+the soft cap ``c * tanh(score / c)`` (0 for none), and divide by the temperature. ``best`` returns
+the k largest values with their classes, ties by ascending class, and the logsumexp of each row.
+``draw`` returns one class per uniform number in [0, 1). ``log_softmax_`` overwrites the scores with
+log-probabilities plus an optional ``offset`` per row; ``log_sigmoid_`` with the log-probabilities
+of independent labels.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lastlayer.kernels._registry import operation
 
-# On CPU and CUDA there is a kernel for up to so many best classes.
+# Largest k for which callers use the CPU and CUDA kernels of ``best``.
 MOST_BEST = 128
 
 

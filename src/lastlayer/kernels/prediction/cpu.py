@@ -1,6 +1,7 @@
-"""The best classes of rows on the CPU, in the blocks with the largest peaks; and draws of classes.
+"""The best classes of rows, and samples, on the CPU.
 
-A row stays in the cache between the pass for the peaks and that for the sum.
+Only blocks with the largest peaks are searched. A row stays in the cache between the pass that
+computes peaks and the pass that sums.
 """
 
 import math
@@ -21,9 +22,9 @@ from lastlayer.kernels._cpu_math import (
     room_for_peaks,
 )
 
-# Scores between which the sum goes over to float64.
+# Scores that are summed in float32 before they are added to the float64 total.
 _SPAN = 1024
-# Steps towards the k-th largest number, which need not be found.
+# Most bisection steps for the k-th largest number. A lower bound of it is enough.
 _HALVINGS = 24
 
 
@@ -65,7 +66,7 @@ def _capped(scores: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
 @by_rows
 @njit(nogil=True, cache=True, error_model="numpy")
 def _draw_rows(start, stop, rows, scale, uniform, drawn):
-    """The block in which the cumulated share exceeds a number, then the class in it."""
+    """Finds the block in which the cumulative sum exceeds each number, then the class."""
     n, real = rows.shape[1], rows.dtype.type
     peaks, scale = room_for_peaks(rows), real(scale)
     shares, reached = np.empty(n, rows.dtype), np.empty(len(peaks), np.float64)
@@ -83,7 +84,7 @@ def _draw_rows(start, stop, rows, scale, uniform, drawn):
             block = np.searchsorted(reached[:-1], wanted, side="right")
             so_far = reached[block - 1] if block else 0.0
             for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
-                # The last one that can be, where the sum of a block is rounded up.
+                # Ends at the last class with a share if the sum of the block was rounded up.
                 if shares[i] > 0.0:
                     drawn[row, place] = i
                     so_far += shares[i]
@@ -109,7 +110,7 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
     peaks = room_for_peaks(rows)
     blocks = len(peaks) - 1
     scale = real(scale)
-    # The candidates of a row.
+    # Values of the candidates of a row.
     held = np.empty((1, rows.shape[1] + lanes_of(rows.itemsize)), rows.dtype)
     column = np.empty(rows.shape[1] if k else 0, np.int32)
     order = np.empty_like(column)
@@ -130,7 +131,7 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
         if state < 0:
             _insert_all(rows[row], scale, values[row], classes[row])
             continue
-        # k peaks are k values: none of the best is below the k-th largest peak.
+        # k peaks are k values, so the k best are not below the k-th largest peak.
         low = real(-math.inf)
         if k < blocks:
             held[0, :blocks] = peaks[:blocks]
@@ -139,7 +140,7 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
         count, equal = 0, 0
         for block in range(blocks):
             peak = peaks[block] * scale - log_sum
-            # Of those that equal the floor the first k are enough.
+            # Of the values that equal the floor, the first k are enough.
             if peak > floor or (peak == floor and equal < k):
                 for i in range(block * BLOCK, min(rows.shape[1], (block + 1) * BLOCK)):
                     value = rows[row, i] * scale - log_sum
@@ -158,11 +159,14 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
 
 @njit(nogil=True, error_model="numpy")
 def _floor(held, n, k, high):
-    """A number, at most ``high``, that k or hardly more of the first n are no less than."""
+    """The least of the first n numbers above a bound that at least k, and few more, reach.
+
+    ``high`` is their maximum.
+    """
     real, vectors = held.dtype.type, _filled_up(held, n)
     high, depth = real(high), real(1.0)
     low = high
-    # Values mostly lie near the largest.
+    # Most values are near the maximum.
     while count_at_least(held, 0, vectors, low) < k:
         if depth > 1e30:
             return real(-math.inf)
@@ -177,7 +181,7 @@ def _floor(held, n, k, high):
                 break
         else:
             high = middle
-    # One of them, so that many equal ones can be told.
+    # Return one of the values, so that the caller can detect ties with it.
     least = real(math.inf)
     for i in range(n):
         value = held[0, i]
@@ -187,7 +191,7 @@ def _floor(held, n, k, high):
 
 @njit(nogil=True)
 def _filled_up(held, n):
-    """The number of vectors that n numbers take, after the last one has been filled up."""
+    """The number of SIMD vectors for n numbers, after padding the last one with -inf."""
     lanes = lanes_of(held.itemsize)
     vectors = (n + lanes - 1) // lanes
     for i in range(n, vectors * lanes):
@@ -197,10 +201,13 @@ def _filled_up(held, n):
 
 @njit(nogil=True)
 def _sort(held, column, n, order, values, classes):
-    """The best of n numbers and their classes: as many as are no less come before, or are equal."""
+    """Writes the best of n numbers and their classes in order.
+
+    The number of values that are at least as large gives the rank.
+    """
     vectors = _filled_up(held, n)
     order[:n] = -1
-    # Of equal ones the last comes last.
+    # Ties are ranked by position: the last one gets the last place.
     for i in range(n - 1, -1, -1):
         place = min(count_at_least(held, 0, vectors, held[0, i]), n) - 1
         while order[place] >= 0:
@@ -213,7 +220,7 @@ def _sort(held, column, n, order, values, classes):
 
 @njit(nogil=True)
 def _insert_all(x, scale, values, classes):
-    """For a row with a NaN or +inf, which come first, the lower class before."""
+    """For a row with NaN or +inf, which rank first, ties by ascending class."""
     found = 0
     for i in range(len(x)):
         found = _insert(values, classes, found, x[i] * scale, i)
@@ -226,7 +233,7 @@ def _key(value):
 
 @njit(nogil=True)
 def _insert(values, classes, found, value, i):
-    """Puts a class behind those that are no worse, which are lower classes; how many there are."""
+    """Inserts a class after those with at least its value; returns the new number of classes."""
     key, k = _key(value), len(values)
     if found == k and not key > _key(values[k - 1]):
         return found
@@ -248,7 +255,7 @@ def _sum_exp(x, peak, scale):
 
 @njit(nogil=True, error_model="numpy")
 def _log_sum(x, peak, scale):
-    """log of the sum of ``exp(x * scale)``; -inf where the peak is."""
+    """log of the sum of ``exp(x * scale)``; -inf if the peak is -inf."""
     if peak == -math.inf:
         return peak
     total = 0.0

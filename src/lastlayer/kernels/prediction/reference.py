@@ -1,4 +1,4 @@
-"""Best classes, draws and log-probabilities in plain torch: defines the truth."""
+"""Best classes, samples and log-probabilities in plain torch: the reference."""
 
 import math
 
@@ -12,8 +12,8 @@ def best(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Values and classes ``(n, k)``, the best first, and the logsumexp of each row ``(n,)``.
 
-    Values are log-probabilities where ``normalised``; else scores, and the logsumexp is 0. A NaN,
-    and +inf, come first. A row with a NaN or +inf has log-probabilities of NaN.
+    With ``normalised`` the values are log-probabilities; otherwise they are scores, and the
+    logsumexp is 0. NaN and +inf rank first. A row with a NaN or +inf has log-probabilities of NaN.
     """
     values = shaped(scores, bias, softcap, temperature)
     total = values.new_zeros(values.shape[0])
@@ -21,7 +21,7 @@ def best(
         values = _log_softmax(values)
         total = torch.logsumexp(shaped(scores, bias, softcap, temperature), -1)
         total = total.masked_fill(values[:, 0].isnan(), math.nan)
-    # A NaN of either sign is above all; + 0.0 makes -0.0 equal to 0.0.
+    # NaN of either sign ranks first; + 0.0 makes -0.0 equal to 0.0.
     keys = values.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).add_(0.0)
     classes = keys.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return values.gather(-1, classes), classes.contiguous(), total
@@ -30,11 +30,11 @@ def best(
 def draw(
     scores: Tensor, bias: Tensor | None, softcap: float, temperature: float, uniform: Tensor
 ) -> Tensor:
-    """Classes ``(n, m)`` for numbers ``(n, m)`` in [0, 1), float64; -1 without probabilities.
+    """Classes ``(n, m)`` for float64 numbers ``(n, m)`` in [0, 1); -1 without valid probabilities.
 
-    The first class whose cumulated probability exceeds the number: a class of probability 0 is
-    never drawn. Sums are in float64, so that the many small classes of a wide row keep their
-    shares, which they would lose in ``torch.multinomial``.
+    The result is the first class whose cumulative probability exceeds the number, so a class of
+    probability 0 is never drawn. Sums are in float64: in float32, as in ``torch.multinomial``, the
+    many small probabilities of a wide row are lost.
     """
     values = shaped(scores, bias, softcap, temperature).double()
     peak = values.amax(-1, keepdim=True)
@@ -49,12 +49,12 @@ def log_softmax_(
     scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
     offset: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Log-probabilities in place of the scores; -inf throughout a fully masked row."""
+    """Overwrites the scores with log-probabilities; -inf in a fully masked row."""
     if bias is not None or softcap or temperature != 1.0:
         scores.copy_(shaped(scores, bias, softcap, temperature))
     if not scores.numel():
         return
-    # A CPU need not look at all scores to know that no row is masked.
+    # On a CPU one column usually shows that no row is fully masked.
     masked = scores[:, :1] == -math.inf
     if scores.device.type != "cpu" or bool(masked.any()):
         masked = scores.amax(-1, keepdim=True) == -math.inf
@@ -67,14 +67,14 @@ def log_softmax_(
 
 
 def log_sigmoid_(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> None:
-    """The log of ``sigmoid`` in place of each score."""
+    """Overwrites each score with the log of its sigmoid."""
     if bias is not None or softcap or temperature != 1.0:
         scores.copy_(shaped(scores, bias, softcap, temperature))
     torch._C._nn.log_sigmoid(scores, out=scores)  # type: ignore[call-arg]
 
 
 def shaped(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> Tensor:
-    """Scores after bias, soft cap and temperature; the scores themselves where there are none."""
+    """Scores after bias, soft cap and temperature; the same tensor if none of these is given."""
     if bias is not None:
         scores = scores + bias
     if softcap:

@@ -1,10 +1,10 @@
-"""Best classes, draws and log-probabilities on CUDA, from peaks and levels of blocks of classes.
+"""Best classes, samples and log-probabilities on CUDA, from peaks and levels of blocks of classes.
 
-One streaming read leaves for each block of a row its largest score, the *peak*, and the log of the
-sum of its exponentials, the *level*. The k blocks with the largest peaks hold the k best classes,
-the levels have the normaliser, and to draw a class is to draw a block and then a class of it. What
-is left to read are a few blocks of each row. :class:`Blocks` has the steps one by one, for scores
-of which only a slab of classes is there at a time. README.md has the proof.
+One streaming pass computes for each block of a row its largest score, the *peak*, and the logsumexp
+of its scores, the *level*. The k blocks with the largest peaks contain the k best classes, the
+levels give the normaliser, and a class is drawn by drawing a block and then a class in it. After
+the first pass only a few blocks of each row are read again. :class:`Blocks` has the single steps,
+for callers that hold only a slab of the classes in memory. README.md has the proof.
 """
 
 from typing import NamedTuple
@@ -27,12 +27,12 @@ from lastlayer.kernels._triton import (
 )
 from lastlayer.kernels.prediction import MOST_BEST
 
-# Classes of a block, unless a row would have more blocks than one program can look at.
+# Least classes per block, and most blocks per row: all are handled by one program.
 NARROWEST, MOST_BLOCKS = 64, 8192
 SCORES_A_PROGRAM = 2048
-# Classes of rows of which one program looks at all, without blocks.
+# Rows with up to this many classes are searched by one program each, without blocks.
 WIDEST_WHOLE = 4096
-# Draws of a row that one program makes.
+# Draws of one row per program.
 DRAWS = 16
 WIDEST_TILE = 4096
 _LOWEST = tl.constexpr(-(2**31))
@@ -42,7 +42,7 @@ def best(
     scores: Tensor, bias: Tensor | None, softcap: float, temperature: float, k: int,
     normalised: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the reference's, for k up to ``MOST_BEST``."""
+    """Same as the reference, for k up to ``MOST_BEST``."""
     if k > MOST_BEST:
         raise ValueError(f"k: expected at most {MOST_BEST} with impl='triton', got {k}")
     scores, shape = in_rows(in_dtype(scores, torch.float32)), (softcap, temperature)
@@ -85,7 +85,7 @@ class Blocks(NamedTuple):
     def empty(
         cls, like: Tensor, n_rows: int, n_classes: int, *, peaks: bool, levels: bool
     ) -> "Blocks":
-        """On the device of ``like``, to be filled by :meth:`read_`."""
+        """Uninitialised, on the device of ``like``; :meth:`read_` fills them."""
         width = block_width(n_classes)
         shape = n_rows, cdiv(n_classes, width)
         made = torch.empty(peaks + levels, *shape, device=like.device, dtype=torch.float32)
@@ -96,10 +96,10 @@ class Blocks(NamedTuple):
         self, scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
         first: int = 0,
     ) -> None:  # fmt: skip
-        """From the scores of classes ``first``, a multiple of the width, and following.
+        """Computes peaks and levels from the scores of the classes from ``first`` on.
 
-        Scores are float32, and the numbers of a row lie together; ``bias`` is that of these
-        classes.
+        ``first`` is a multiple of the width. Scores are float32 with contiguous rows; ``bias`` is
+        the bias of these classes.
         """
         n, some = scores.shape
         if not scores.numel():
@@ -116,7 +116,7 @@ class Blocks(NamedTuple):
         )  # fmt: skip
 
     def choose(self, k: int) -> tuple[Tensor, Tensor]:
-        """The logsumexp ``(n,)``, 0 without levels; and the best k blocks, -1 for none."""
+        """The logsumexp ``(n,)``, 0 without levels; and the k blocks with the largest peaks."""
         some = self.peaks if self.levels is None else self.levels
         made = torch.empty if some is not None and some.numel() else torch.zeros
         device = None if some is None else some.device
@@ -138,15 +138,15 @@ class Blocks(NamedTuple):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Values and classes ``(n, k)`` in the chosen blocks, the best first.
 
-        Scores are those of all classes; or, ``compact``, those of chosen blocks alone, one block
-        after the other. Without chosen blocks the whole row is one, and ``total`` is written.
+        Scores are of all classes or, with ``compact``, of the chosen blocks only, concatenated.
+        If ``chosen`` is None the whole row is one block, and the logsumexp is written to ``total``.
         """
         n, most = scores.shape[0], 1 if chosen is None else chosen.shape[1]
         values = torch.empty(n, k, device=scores.device, dtype=torch.float32)
         classes = torch.empty(n, k, device=scores.device, dtype=torch.int64)
         if values.numel():
             blocks = next_power_of_2(most)
-            # The best ones before they are in order.
+            # The best classes before they are sorted.
             found = torch.empty(n, k, device=scores.device, dtype=torch.int32)
             _best_of_blocks[(n,)](
                 scores, bias, total, chosen, values, classes, found, self.n_classes,
@@ -159,7 +159,7 @@ class Blocks(NamedTuple):
         return values, classes
 
     def draw(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """A block for each number ``(n, m)``, -1 for none; and how far into it, in [0, 1]."""
+        """One block per number, ``(n, m)``, or -1; and the position in the block, in [0, 1]."""
         n, m = uniform.shape
         chosen = torch.empty(n, m, device=uniform.device, dtype=torch.int32)
         rest = torch.empty(n, m, device=uniform.device, dtype=torch.float64)
@@ -177,7 +177,7 @@ class Blocks(NamedTuple):
         self, scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
         chosen: Tensor, rest: Tensor, *, compact: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Classes ``(n, m)`` in blocks that :meth:`draw` chose; scores as of :meth:`best`."""
+        """Classes ``(n, m)`` in the blocks from :meth:`draw`; scores as in :meth:`best`."""
         classes = torch.empty(chosen.shape, device=scores.device, dtype=torch.int64)
         n, m = chosen.shape
         if classes.numel():
@@ -190,7 +190,7 @@ class Blocks(NamedTuple):
 
 
 def block_width(n_classes: int) -> int:
-    """Classes per block: a power of two that leaves at most ``MOST_BLOCKS``."""
+    """Classes per block: a power of two that gives at most ``MOST_BLOCKS`` blocks."""
     return max(NARROWEST, next_power_of_2(cdiv(n_classes, MOST_BLOCKS)))
 
 
@@ -199,7 +199,7 @@ def _shaped(
     scores, bias, column, live, softcap, inverse_temperature, BIASED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Scores after bias, soft cap and temperature; -inf where there is no class."""
+    """Scores after bias, soft cap and temperature; -inf where ``live`` is false."""
     if BIASED:
         scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
     if CAPPED:
@@ -234,7 +234,7 @@ def _read_blocks(
 
 @triton.jit
 def _order_of(values):
-    """Integers of the order of the values. A NaN of either sign is +inf, and -0.0 is 0.0."""
+    """Integers that sort like the values. NaN of either sign is +inf, and -0.0 is 0.0."""
     known = tl.where(values == values, values, float("inf")) + 0.0
     bits = known.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -242,9 +242,9 @@ def _order_of(values):
 
 @triton.jit
 def _largest(order, ids, live, k):
-    """Which of the live entries are the k largest, of equal ones those with the lowest ids."""
+    """Mask of the k largest live entries; among ties those with the lowest ids."""
     order = tl.where(live, order, _LOWEST)
-    # The largest number that k are no less than, bit by bit from the sign on.
+    # The k-th largest number, bit by bit from the sign bit down.
     edge = tl.full((), _LOWEST, tl.int32)
     step = tl.full((), 1 << 31, tl.int64)
     for _ in range(32):
@@ -256,7 +256,7 @@ def _largest(order, ids, live, k):
     left = k - tl.sum(above.to(tl.int32), 0)
     last = tl.full((), 0x7FFFFFFF, tl.int32)
     if tl.sum(equal.to(tl.int32), 0) > left:
-        # Ids below it are too few.
+        # The largest id such that fewer than ``left`` tied ids are below it.
         last = last * 0
         step = tl.full((), 1 << 30, tl.int64)
         for _ in range(31):
@@ -285,7 +285,7 @@ def _choose_blocks(
     if PEAKS:
         peak = tl.load(peaks + row * n_blocks + block, mask=live, other=-float("inf"))
         if LEVELS:
-            # Rounding may make equal log-probabilities of unequal scores.
+            # Unequal scores may have equal rounded log-probabilities, so compare those.
             peak -= tl.where(log_sum == -float("inf"), 0.0, log_sum)
         taken = _largest(_order_of(peak), block, live, k).to(tl.int32)
         slot = tl.cumsum(taken, 0) - 1
@@ -329,7 +329,7 @@ def _best_of_blocks(
     into = row * k + tl.cumsum(taken, 0) - 1
     tl.store(values + into, value, mask=taken > 0)
     tl.store(found + into, column, mask=taken > 0)
-    # Other threads of this program read them next.
+    # Other threads of this program read the values next.
     tl.debug_barrier()
     mine = tl.arange(0, BEST)
     kept = mine < k
@@ -347,9 +347,9 @@ def _best_of_blocks(
 
 @triton.jit
 def _place_of(share, reached, limit, WIDTH: tl.constexpr):
-    """The first place where the cumulated share exceeds the limit.
+    """The first place where the cumulative share exceeds the limit.
 
-    A place without a share is never taken, however sums are rounded.
+    A place whose share is 0 is never returned, however sums are rounded.
     """
     place = tl.arange(0, WIDTH)
     there = share > 0.0
@@ -377,7 +377,7 @@ def _draw_blocks(
         own = tl.sum(tl.where(block == at, share, 0.0), 0)
         before = tl.sum(tl.where(block == at, reached, 0.0), 0) - own
         inside = tl.minimum(tl.maximum((limit - before) / own, 0.0), 1.0)
-        # Not where the sum is 0 or NaN.
+        # -1 if the sum is 0 or NaN.
         tl.store(chosen + row * m + i, tl.where(total > 0.0, at, -1))
         tl.store(rest + row * m + i, inside)
 
@@ -410,7 +410,7 @@ def log_softmax_(
     scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
     offset: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As the reference's; the numbers of a row of scores lie together."""
+    """Same as the reference; rows of scores must be contiguous."""
     n_rows, n = scores.shape
     if scores.numel():
         width = tile_width(n, WIDEST_TILE, 32)
@@ -436,7 +436,7 @@ def _log_softmax_row(
         live = column < n
         value = tl.load(scores + column, mask=live, other=0.0)
         value = _shaped(value, bias, column, live, softcap, inverse_temperature, BIASED, CAPPED)
-        # Lane by lane; a NaN reaches the sum, as does +inf.
+        # One maximum and sum per lane. NaN and +inf make the sum NaN.
         grown = tl.maximum(peak, value)
         origin = tl.where(grown == -float("inf"), 0.0, grown)
         total = total * tl.exp2((peak - origin) * LOG2E) + tl.exp2((value - origin) * LOG2E)
@@ -447,7 +447,7 @@ def _log_softmax_row(
     log_sum = tl.where(log_sum == -float("inf"), 0.0, log_sum)
     if MOVED:
         log_sum -= tl.load(offset + row * offset_stride)
-    # Backwards: what was read last is still near.
+    # Backwards: the tiles that were read last are still in the cache.
     last = (n - 1) // WIDTH * WIDTH
     for back in range(0, n, WIDTH):
         column = last - back + tl.arange(0, WIDTH)
@@ -458,7 +458,7 @@ def _log_softmax_row(
 
 
 def log_sigmoid_(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> None:
-    """As the reference's; the numbers of a row of scores lie together."""
+    """Same as the reference; rows of scores must be contiguous."""
     n_rows, n = scores.shape
     if scores.numel():
         width = tile_width(n, WIDEST_TILE, 32)
@@ -481,7 +481,7 @@ def _log_sigmoid_tile(
     value = tl.load(scores + column, mask=live, other=0.0)
     value = _shaped(value, bias, column, live, softcap, inverse_temperature, BIASED, CAPPED)
     rest = tl.exp2(-tl.abs(value) * LOG2E)
-    # log(1 + rest), also where rest is small.
+    # log(1 + rest), by a series if rest is small.
     near = rest * (1.0 - rest * (0.5 - rest * (0.33333334 - rest * 0.25)))
     log1p = tl.where(rest < 1e-2, near, tl.log(1.0 + rest))
     tl.store(scores + column, tl.minimum(value, 0.0) - log1p, mask=live)

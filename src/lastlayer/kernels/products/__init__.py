@@ -1,11 +1,11 @@
-"""Products with a few classes per row, and with a number that lives on the device.
+"""Products with a few classes per row, scaling by a tensor, and weighted means.
 
-``scores`` are those of chosen classes; a class of -1 is padding, with a score of 0. ``to_hidden``
-and ``add_to_weight_`` multiply a score gradient of few non-zeros per row, given as values and
-classes (n, k), by the class vectors and by the hidden states; a value of 0 is padding, whatever its
-class, and values of a class that comes more than once add up. ``scale_`` multiplies tensors in
-place, for free where the number is 1. ``weighted_mean`` reduces the losses of rows, and says what
-each unit of weight counts. ``row_factors`` leaves out rows whose targets are ignored.
+``scores`` computes the scores of chosen classes; a class of -1 is padding, with a score of 0.
+``to_hidden`` and ``add_to_weight_`` multiply a sparse score gradient, given as values and classes
+(n, k), by the class vectors and by the hidden states. A value of 0 is padding, whatever its class;
+the values of a class that occurs more than once are summed. ``scale_`` multiplies tensors in place,
+without memory traffic if the factor is 1. ``weighted_mean`` reduces the losses of rows, and returns
+1 over the sum of the weights too. ``row_factors`` masks rows whose targets are ignored.
 """
 
 import torch

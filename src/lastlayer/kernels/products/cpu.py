@@ -1,8 +1,8 @@
-"""Products with chosen classes on the CPU: only vectors that have a part in them are read.
+"""Products with chosen classes on the CPU, which read only the vectors of these classes.
 
-To the rows of hidden, the class vectors of a row are added up. To the classes, the entries are
-sorted by class, and each class that has any adds up its rows; a class belongs to one thread, so
-that the order of a sum is fixed.
+For the gradient of hidden each row sums its class vectors. For the gradient of the weight the
+entries are sorted by class, and each class with entries sums its rows. A class belongs to one
+thread, so that the result is deterministic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,11 @@ def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor)
 def _wide(
     classes: Tensor, weight: Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[slice, NDArray[Any], NDArray[Any]]]:
-    """Rows of the classes, and these among vectors of ``dtype``: the weight, or a widened part."""
+    """Yields a slice of rows, the indices of their classes in a matrix, and that matrix.
+
+    The matrix has the class vectors in ``dtype``: it is the weight, or a gathered and converted
+    copy.
+    """
     if weight.dtype == dtype:
         yield slice(None), as_array(classes), as_array(weight)
         return
@@ -48,7 +52,7 @@ def _wide(
 @by_rows
 @njit(nogil=True, cache=True)
 def _dot_rows(start, stop, hidden, weight, places, bias, classes, scores):
-    """``places`` are those of the classes among the vectors, which may be a part of them."""
+    """``places`` are the rows of ``weight`` that hold the vectors of ``classes``."""
     for row in range(start, stop):
         for slot in range(places.shape[1]):
             place, score = places[row, slot], scores.dtype.type(0.0)
@@ -122,7 +126,7 @@ def _to_hidden_rows(start, stop, values, classes, weight, out):
 @by_rows
 @njit(nogil=True, cache=True)
 def _to_weight_rows(start, stop, offset, starts, ids, out, rows, values, hidden):
-    """The classes whose entries start in a range: it is entries that threads share evenly."""
+    """Sums the classes whose first entry is in a range: threads share entries evenly."""
     total = np.empty(out.shape[1], out.dtype)
     group = np.searchsorted(starts, offset + start)
     while group < len(ids) and starts[group] < offset + stop:
@@ -152,7 +156,7 @@ def _weighted_mean(losses, weights, loss, share):
     if len(weights):
         size = 0.0
         for i in range(len(losses)):
-            # A row that does not count may be NaN.
+            # A loss of weight 0 may be NaN.
             total += losses[i] * weights[i] if weights[i] else 0.0
             size += weights[i]
     else:

@@ -1,4 +1,4 @@
-"""Products with chosen classes in plain torch: defines the truth."""
+"""Products with chosen classes in plain torch: the reference."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from lastlayer.kernels._cpu import parts
 
 
 def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
-    """``hidden`` (n, d), ``weight`` (v, d), ``classes`` (n, k) to scores (n, k).
+    """Scores (n, k) of ``classes`` (n, k) from ``hidden`` (n, d) and ``weight`` (v, d).
 
-    Accumulated in float32, or in float64 from float64. A class of -1 is padding: its score is 0.
+    Accumulated in float32, or in float64 for float64. A class of -1 is padding: its score is 0.
     """
     dtype = accumulation_dtype(hidden.dtype)
     made = torch.empty(classes.shape, dtype=dtype, device=hidden.device)
@@ -47,16 +47,16 @@ def add_to_weight_(
 
 
 def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
-    """``values *= factor``, and ``others`` alike; the factor has no dimensions."""
+    """``values *= factor``, and the same for ``others``; ``factor`` is a scalar tensor."""
     for each in (values, *others):
         each.mul_(factor)
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean of ``losses`` (n,) and 1 over the sum of the weights, numbers without dimensions.
+    """The weighted mean of ``losses`` (n,) and 1 over the sum of the weights, scalar tensors.
 
-    ``weights`` (n,) are bool or floating, None for 1. A weight of 0 leaves a loss out, whatever it
-    is; where nothing counts both numbers are 0.
+    ``weights`` (n,) are bool or floating, None for 1. A loss of weight 0 adds 0 even if it is inf
+    or NaN. If the weights sum to 0 both results are 0.
     """
     if weights is None:
         part = 1.0 / losses.shape[0] if losses.shape[0] else 0.0
@@ -69,10 +69,11 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tenso
 def row_factors(
     target: Tensor, hidden: Tensor, row_weight: Tensor | None, ignore_index: int, mean: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of which some are ignored: targets that are all ids, hidden, weights and factors.
+    """Masks ignored rows; returns targets, hidden, weights and factors of all rows.
 
-    An ignored row has target, hidden state and weight 0; the weight of others is that of
-    ``row_weight`` (1 where it is None). With ``mean`` factors are weights divided by their sum.
+    An ignored row gets target 0, hidden state 0 and weight 0. Others have the weight of
+    ``row_weight``, or 1 if it is None. With ``mean`` the factors are the weights divided by their
+    sum, otherwise the weights.
     """
     counts = target != ignore_index
     weight = counts.to(torch.float32) if row_weight is None else row_weight.masked_fill(~counts, 0)

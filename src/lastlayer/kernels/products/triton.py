@@ -1,9 +1,9 @@
-"""Products with chosen classes on CUDA, without atomics: the order of a sum is fixed.
+"""Products with chosen classes on CUDA, without atomics: results are deterministic.
 
-A program makes scores of a few classes of one row; or gathers the class vectors of its row; or the
-rows of its class, from entries that were sorted by class: classes without entries are not touched.
-To scale a tensor programs look at the number first, so that 1 costs no reading of the tensor. One
-program makes a mean.
+A program computes the scores of up to 16 classes of one row; or sums the class vectors of one row;
+or sums the rows of one class, from entries sorted by class. Classes without entries are not
+touched. ``scale_`` reads the factor first, and does not read the tensor if it is 1. One program
+computes a mean.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from lastlayer.kernels._triton import (
     tile_width,
 )
 
-# Entries that a program adds up together.
+# Entries that a program adds in one step.
 GROUP = 16
 WIDEST = 512
-# A program that finds the number to be 1 costs its launch: few of them, that take several blocks.
+# Few programs with several blocks each, since with a factor of 1 starting them is the whole cost.
 MOST_PROGRAMS = 2048
-# Numbers of hidden states that a program copies.
+# Elements of hidden states that a program copies.
 COPIED = 2048
-# Losses of which one program makes the mean in microseconds.
+# Up to this many losses one program computes their mean in microseconds.
 MOST_LOSSES = 1 << 18
 
 
@@ -49,7 +49,7 @@ def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor)
     return made
 
 
-# Classes are often a part of a longer list, which may begin anywhere.
+# Classes are often a slice of a longer list, with any alignment.
 @kernel(do_not_specialize_on_alignment=["classes", "scores"])
 def _class_scores(
     hidden, weight, bias, classes, scores, k, depth, hidden_row, hidden_step, weight_row,
@@ -88,7 +88,7 @@ def add_to_weight_(
     n_classes, depth = weight_gradient.shape
     if not values.numel() or not weight_gradient.numel():
         return
-    # Padding sorts behind the last class.
+    # Padding is sorted behind the last class.
     key = torch.where(values == 0, n_classes, classes).flatten()
     key, order = torch.sort(key.int(), stable=True)
     edges = torch.arange(n_classes + 1, device=key.device, dtype=torch.int32)
@@ -116,7 +116,7 @@ def _gather_classes(
         used = value != 0.0
         if tl.max(used.to(tl.int32), 0) > 0:
             chosen = tl.load(classes + row * k + slot, mask=used, other=0)
-            # In a row of NaN padding has that value too, and no class.
+            # In a row of NaN the padding is NaN too, with class -1.
             there = used & (chosen >= 0)
             vectors = load_rows(weight, chosen, weight_row, step, weight_step, there, inside)
             total += tl.sum(vectors.to(tl.float32) * value[:, None], 0)
@@ -149,7 +149,7 @@ def _gather_rows(
 
 
 def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
-    """As the reference's; all must be contiguous."""
+    """Same as the reference; all tensors must be contiguous."""
     some = [each for each in (values, *others) if each.numel()]
     for first in range(0, len(some), 3):
         three = some[first : first + 3]
@@ -208,7 +208,8 @@ def row_factors(
     if n:
         block = tile_width(n, 4096, 128)
         programs = cdiv(n, block)
-        # Every program adds up all weights: none has to wait for another. The rest copies.
+        # Every one of the first programs sums all weights, so that none waits for another. The
+        # other programs copy hidden states.
         _row_factors[(programs + cdiv(n * depth, COPIED),)](
             target.contiguous(), hidden, row_weight, clean, states, weight, factor, n, depth,
             hidden.stride(0), ignore_index, programs, BLOCK=block, COPIED=COPIED,
@@ -251,6 +252,6 @@ def _row_factors(
         place = (program - programs).to(tl.int64) * COPIED + tl.arange(0, COPIED)
         of_row = place // depth
         counts = tl.load(target + of_row, mask=of_row < n, other=ignored) != ignored
-        # What is ignored may be NaN.
+        # Hidden states of ignored rows may be NaN, so they are not read.
         state = tl.load(hidden + of_row * stride + place % depth, mask=counts, other=0.0)
         tl.store(states + place, state, mask=of_row < n)

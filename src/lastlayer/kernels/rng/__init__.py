@@ -1,7 +1,7 @@
-"""Random numbers from a counter: the same (seed, step) gives the same ids on every device.
+"""Counter-based random numbers: the same (seed, step) gives the same ids on every device.
 
-Philox's words, integers and log-uniform ids; and draws from an alias table of integers, whose
-probabilities are the classes' weights to the bit.
+Random words, integers and log-uniform ids from Philox; and draws from an integer alias table, whose
+probabilities are exactly proportional to the weights of the classes.
 """
 
 import math
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lastlayer.kernels._registry import operation
 
-# 2^x for |x| <= 1/2 as a polynomial, the highest power of x first: sums and products alone, which
-# every device rounds alike; what follows is below the rounding of float64.
+# Coefficients of a polynomial for 2^x with |x| <= 1/2, highest power first. It has additions and
+# multiplications only, which every device rounds alike; its remainder is below float64 rounding.
 SERIES = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(13, -1, -1))
 SQRT_2 = math.sqrt(2.0)
-# The step of fork 0.
+# Step that derives the seed of fork 0.
 FORKS = -(2**63)
-# How a kernel that draws by itself does it: ids are given, or drawn as the functions here do.
+# Kinds of proposals in kernels that draw: ids are given, or drawn by one of the functions here.
 GIVEN, UNIFORM, LOG_UNIFORM, ALIAS = range(4)
 _operation = partial(operation, integers=True)
 
@@ -57,8 +57,8 @@ log_complement = _operation(
 
 
 def fork(counter: Tensor, number: int) -> Tensor:
-    """Another seed, made from the seed and the number, and the same step."""
-    # Negative steps below all that a run reaches are kept for this.
+    """A counter with the same step, and a new seed derived from the seed and ``number``."""
+    # These negative steps are reserved for forks.
     marked = torch.stack([counter[0], counter.new_full((), FORKS + number)])
     made = words("auto", marked, 1)[0]
     return torch.stack([made[0] << 32 | made[1], counter[1]])

@@ -91,7 +91,8 @@ def _rank(upper, lower, octaves, n_classes):
     return min(max(rank, 0), n_classes - 1)
 
 
-# What a draw costs in entries of a plain loop, for the choice of threads: it misses the cache.
+# Cost of two draws in entries of a plain loop, to choose the number of threads: draws miss the
+# cache.
 _ENTRIES_A_PAIR = 64
 
 
@@ -133,7 +134,7 @@ def _draw_rows(start, stop, bits, table, weight, counter, ids, log_prob):
         ids[2 * block] = _chosen(table, bits, np.int64(a), np.int64(b))
         if 2 * block + 1 < len(ids):
             ids[2 * block + 1] = _chosen(table, bits, np.int64(c), np.int64(d))
-    # A loop of its own: reads that do not wait for each other are in flight together.
+    # In a separate loop, so that the independent reads overlap.
     for place in range(2 * start, min(2 * stop, len(ids))):
         log_prob[place] = math.log(weight[ids[place]]) - log_total
 

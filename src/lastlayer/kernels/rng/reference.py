@@ -1,6 +1,6 @@
 """Random words, integers, log-uniform ids and draws from an alias table in plain torch.
 
-Philox-4x32-10 on tensors: 32-bit words in int64, whose products wrap as unsigned ones do.
+Philox-4x32-10 on tensors has 32-bit words in int64, whose products wrap like unsigned ones.
 """
 
 import math
@@ -16,7 +16,7 @@ _STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Four words from a counter of four and a key of two."""
+    """Four random words from a counter of four words and a key of two."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(10):
         left, right = a * _FACTORS[0], c * _FACTORS[1]
@@ -31,7 +31,7 @@ def _high(value: Tensor) -> Tensor:
 
 
 def _pairs(counter: Tensor, n: int) -> Tensor:
-    """``(n, 2)`` words: those of block i are the draws 2i and 2i + 1."""
+    """Words ``(n, 2)``: the four words of block i are draws 2i and 2i + 1."""
     block = torch.arange((n + 1) // 2, device=counter.device)
     seed, step = counter[0], counter[1]
     place = (
@@ -49,13 +49,13 @@ def words(counter: Tensor, n: int) -> Tensor:
 
     Args:
         counter: seed and step, int64 ``(2,)``.
-        n: how many draws; the first ones do not depend on it.
+        n: number of draws; the first draws do not depend on it.
     """
     return _pairs(counter, n)
 
 
 def integers(counter: Tensor, n: int, below: int) -> Tensor:
-    """``n`` integers from 0 to ``below`` - 1, at most 2^31: ⌊below · r / 2^64⌋ of 64 bits r."""
+    """``n`` integers in [0, below), below at most 2^31: ⌊below · r / 2^64⌋ of 64 random bits r."""
     made = _pairs(counter, n)
     # Both products have less than 64 bits.
     return (made[:, 0] * below + (made[:, 1] * below >> 32)) >> 32
@@ -64,12 +64,13 @@ def integers(counter: Tensor, n: int, below: int) -> Tensor:
 def log_uniform(
     counter: Tensor, order: Tensor | None, n: int, n_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """⌊(n_classes + 1)^u⌋ − 1 for ``n`` numbers u from 0 up to 1, and their log-probabilities.
+    """⌊(n_classes + 1)^u⌋ − 1 for ``n`` uniform u in [0, 1), and their log-probabilities.
 
-    The power is made of its octave, which is exact, and of 2^x within it.
+    The power is 2^octave, which is exact, times 2^x.
 
-    ``counter`` is seed and step; ``order`` has the class of each rank, None where they are the
-    same. Classes are int64; the second result is log(log((k + 2) / (k + 1)) / log(n_classes + 1)).
+    ``counter`` has seed and step; ``order`` has the class of each rank, None if they are the same.
+    Classes are int64. The log-probability of rank k is
+    log(log((k + 2) / (k + 1)) / log(n_classes + 1)).
     """
     made = _pairs(counter, n)
     chance = ((made[:, 0] << 21) | (made[:, 1] >> 11)).double() * 2.0**-53
@@ -88,10 +89,10 @@ def log_uniform(
 def log_uniform_share(
     target: Tensor, rank: Tensor | None, n_classes: int, complement: bool, wide: bool
 ) -> Tensor:
-    """The log-probability of classes by :func:`log_uniform`, or that a draw is another one.
+    """log q(y) of classes under :func:`log_uniform`, or log(1 − q(y)) with ``complement``.
 
-    ``rank`` has the rank of each class, None where they are the same. A negative target is none: 0.
-    ``wide`` is float64.
+    ``rank`` has the rank of each class, None if they are the same. The result is 0 for negative
+    targets. It is float64 if ``wide``, else float32.
     """
     known = target.clamp(min=0)
     known = known if rank is None else rank[known]
@@ -105,9 +106,9 @@ def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor
 
     Args:
         table: 2^b columns, int64: the alias in the upper half, the threshold in the lower.
-        weight: of each class, int64 ``(n_classes,)``; they sum to 2^(b + 32).
+        weight: weight of each class, int64 ``(n_classes,)``; the sum is 2^(b + 32).
         counter: seed and step, int64 ``(2,)``.
-        n: how many.
+        n: number of draws.
     """
     bits = len(table).bit_length() - 1
     words = _pairs(counter, n)
@@ -119,14 +120,16 @@ def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor
 
 
 def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Tensor:
-    """log(1 − w / 2^bits) of classes: how probable it is that a draw is another one.
+    """log(1 − w / 2^bits) of classes: the log-probability that a draw is another class.
 
-    In integers: nothing is cancelled where the target has nearly all of the probability.
+    The difference is taken in integers, so nothing cancels if the target has nearly all of the
+    probability.
 
-    The weights sum to 2^bits, bits at most 63. A negative target is none: 0. ``wide`` is float64.
+    The weights sum to 2^bits, bits at most 63. The result is 0 for negative targets. It is float64
+    if ``wide``, else float32.
     """
     own = torch.where(target < 0, 0, weight[target.clamp(min=0)])
-    # 2^63 itself is no int64.
+    # 2^63 itself does not fit int64.
     others = ((1 << bits) - 1 - own).double() + 1.0
     made = others.log() - bits * math.log(2.0)
     return made if wide else made.float()

@@ -1,4 +1,4 @@
-"""The integers of an alias table: weights from shares, and columns from weights, in O(n) each."""
+"""Builds integer alias tables: weights from shares, and columns from weights, in O(n) each."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,32 +13,32 @@ Integers = NDArray[np.int64]
 Reals = NDArray[np.float64]
 COLUMN = 1 << 32
 MOST_CLASSES = 1 << 31
-# Few classes get more columns than they need, so that weights are fine-grained there too.
+# With few classes there are more columns than needed, so that weights are fine-grained.
 _LEAST_BITS = 12
 
 
 def column_bits(n_classes: int) -> int:
-    """The logarithm of the number of columns, a power of two: a column is chosen by bits alone."""
+    """log2 of the number of columns, a power of two so that bits alone choose a column."""
     return max(_LEAST_BITS, (n_classes - 1).bit_length())
 
 
 def integer_weights(shares: Reals, bits: int) -> Integers:
-    """Weights of at least 1 that sum to 2^(bits + 32), as near to ``shares`` as integers can be.
+    """Integer weights of at least 1 that sum to 2^(bits + 32), in proportion to ``shares``.
 
     Args:
-        shares: not negative, with a positive sum that is finite.
-        bits: logarithm of the number of columns.
+        shares: non-negative, with a positive finite sum.
+        bits: log2 of the number of columns.
     """
-    # numpy adds in pairs, and so without an error that grows with the number of classes.
+    # numpy uses pairwise summation, whose error hardly grows with the number of classes.
     weights: Integers = _compiled(_shared_out)(shares, float(shares.sum()), 1 << (bits + 32))
     return weights
 
 
 def alias_table(weight: Integers, bits: int) -> Integers:
-    """Columns of 2^32 units each that share out the weights: alias above, threshold below.
+    """The columns of the table: alias in the upper 32 bits, threshold in the lower.
 
-    The sweep of Hübschle-Schneider and Sanders: what a heavy class has too much fills up light
-    columns one after the other, until it has become light itself and the next heavy one fills it.
+    The sweep of Hübschle-Schneider and Sanders: the excess of a heavy class fills light columns one
+    after another, until the class is light itself and the next heavy one fills its column.
     """
     table: Integers = _compiled(_columns)(weight, bits)
     return table
@@ -46,7 +46,7 @@ def alias_table(weight: Integers, bits: int) -> Integers:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as Numba compiles it at the first call, or as it is where Numba is absent."""
+    """``function`` compiled by Numba at its first call; unchanged if Numba is not installed."""
     if available()["cpu"] is not None:
         return function
     from numba import njit
@@ -61,7 +61,7 @@ def _shared_out(shares, mass, total):
         floors += share / mass * total < 1.0
     scale = (total - floors) / mass
     weight = np.empty(len(shares), np.int64)
-    # What rounding takes from one class the next one gets: no class is off by more than 1.
+    # Rounding remainders are carried to the next class: no weight is off by more than 1.
     carry, spent, heaviest = 0.0, 0, 0
     for i in range(len(shares)):
         exact = shares[i] * scale
@@ -79,7 +79,7 @@ def _columns(weight, bits):
     n, columns = len(weight), 1 << bits
 
     def following(place, heavy):
-        """The next column whose class has at least a column of weight, or less."""
+        """The next column whose class is heavy (at least a column of weight), or light."""
         place += 1
         while place < columns and (place < n and weight[place] >= COLUMN) != heavy:
             place += 1

@@ -1,6 +1,6 @@
 """Random words, integers, log-uniform ids and draws from an alias table on CUDA.
 
-Philox-4x32-10 has 32-bit words in uint64, whose products are exact.
+Philox-4x32-10 uses 32-bit words in uint64, whose products are exact.
 """
 
 import math
@@ -46,7 +46,7 @@ def log_uniform(
     ids = torch.empty(n, dtype=torch.int64, device=counter.device)
     log_prob = torch.empty(n, dtype=torch.float32, device=counter.device)
     if n:
-        # Products and sums stay apart, or they would be rounded differently from a CPU's.
+        # Without fused multiply-add, so that rounding is the same as on a CPU.
         _ranks[(cdiv(n, 256),)](
             counter, order, ids, log_prob, n, n_classes, OCTAVES=math.log2(n_classes + 1),
             ORDERED=order is not None, BLOCKS=128, enable_fp_fusion=False,

@@ -1,10 +1,11 @@
-"""Rows of scores to the Fenchel-Young loss of entmax, and later to its gradient.
+"""The Fenchel-Young loss of entmax on rows of scores, and its gradient.
 
-``forward`` reads the scores and leaves a few numbers per row, and which blocks may have
-probability; ``backward`` makes the probabilities again from these: nothing of the size of the
-scores is held in between. ``target`` has class ids ``(rows,)``, distributions ``(rows, n)``, or
-with ``labels`` what distributions are in proportion to. ``alpha`` counts where ``row_alpha`` is
-None. On a CPU gradients are made with the loss instead, see ``entmax_rows``.
+``forward`` reads the scores and returns a few numbers per row, and which blocks may have
+probability. ``backward`` recomputes the probabilities from these, so that nothing of the size of
+the scores is stored in between. ``target`` has class ids ``(rows,)`` or distributions
+``(rows, n)``; with ``labels`` its rows are first divided by their sums. ``alpha`` is used if
+``row_alpha`` is None. On a CPU gradients are computed together with the loss instead, see
+``entmax_rows``.
 """
 
 import torch
@@ -13,14 +14,14 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import like_first, operation
 
-# Numbers of a row that forward leaves, one kind after the other: its weight, the derivative by its
-# alpha, then what is up to the implementation. Behind all of them stands what the gradient of a
-# mean is multiplied by.
+# Numbers per row that forward stores for backward, as arrays of length rows: the weight, the
+# derivative by alpha, then those of the implementation. After them comes one more number, the
+# factor of the gradient of a mean.
 NUMBERS = 9
 
 
 def left(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty, what is left for ``backward``: numbers, and as many blocks as there may be."""
+    """Empty tensors for what ``backward`` needs: numbers, and lists of blocks."""
     n_rows, n = scores.shape
     most = min(-(-n // 16), max(128, min(2048, -(-n // 64))))
     stats = scores.new_empty(NUMBERS * n_rows + 1, dtype=accumulation_dtype(scores.dtype))

@@ -1,4 +1,4 @@
-"""The loss of entmax on rows of scores in plain torch: defines the truth."""
+"""The loss of entmax on rows of scores in plain torch: the reference."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ def forward(
     scores: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int | None,
     alpha: float, row_alpha: Tensor | None, labels: bool, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``<p - y, scores> + H(p) - H(y)`` of each row times its weight, or their mean; what is left.
+    """``<p - y, scores> + H(p) - H(y)`` of each row times its weight, or the weighted mean.
 
-    With ``labels`` the target is divided by its sum. The weight is 0 for an ignored row and for one
-    without positives, whose loss is 0 whatever its scores are; else that of the target's class, or
-    of a distribution the mean. A fully masked row costs +inf. A mean is over the weights, and 0
-    where nothing counts.
+    Also returns the numbers and the lists of blocks for ``backward``. With ``labels`` the target is
+    divided by its sum. Ignored rows, and rows of labels without positives, have weight 0, and a
+    loss of 0 whatever their scores are. Other rows have the class weight of their target, or its
+    mean under a distribution. A fully masked row has loss +inf. The mean divides by the sum of
+    weights, and is 0 if that is 0.
     """
     values = scores.to(accumulation_dtype(scores.dtype))
     counts = torch.ones_like(values[:, 0], dtype=torch.bool)
@@ -52,9 +53,9 @@ def backward(
     scores: Tensor, target: Tensor, stats: Tensor, chosen: Tensor, factor: Tensor, alpha: float,
     row_alpha: Tensor | None, labels: bool,
 ) -> Tensor:  # fmt: skip
-    """``factor * weight * (p - y)`` for the loss of forward; the factor is a number, or one a row.
+    """``factor * weight * (p - y)``, the gradient of the scores; ``factor`` is a scalar or per row.
 
-    Rows of factor 0 have gradient 0 even where they are NaN, and so have fully masked rows.
+    Rows of factor 0 have gradient 0 even if they contain NaN. Fully masked rows have gradient 0.
     """
     del chosen
     weight = stats[: scores.shape[0]]
@@ -70,7 +71,7 @@ def backward(
 
 
 def _distributions(target: Tensor, dtype: torch.dtype, labels: bool) -> tuple[Tensor, Tensor]:
-    """And which rows have any."""
+    """The target as distributions, and which rows have one."""
     wanted = target.to(dtype)
     total = wanted.sum(-1, keepdim=True) if labels else torch.ones_like(wanted[:, :1])
     return wanted / torch.where(total == 0, 1.0, total), (total != 0).squeeze(-1)

@@ -1,8 +1,7 @@
-"""The losses of entmax on CUDA, from scores that are read once.
+"""The loss of entmax on CUDA, with one pass over the scores.
 
-Forward, a program solves a row as entmax does, by the few blocks that can have probability, and
-leaves a list of these and a few numbers. Backward writes what the gradient is without probability,
-and reads no other scores than those of the listed blocks.
+In forward a program solves a row as entmax does, from the few blocks that can have probability, and
+stores a list of these blocks and a few numbers. Backward reads only the scores of listed blocks.
 """
 
 import math
@@ -44,9 +43,10 @@ from lastlayer.kernels.entmax.threshold import (
 from lastlayer.kernels.score_loss import NUMBERS, left
 
 WIDEST_BLOCK, FEWEST_PROGRAMS = 4096, 2048
-# Losses of which one program makes the mean in microseconds.
+# Up to this many losses one program computes their mean in microseconds.
 MOST_LOSSES = 1 << 18
-# Places of the numbers that backward reads; the losses of a mean, and what it is divided by, last.
+# Positions in ``stats``, in units of rows: of the losses that a mean is taken of, and of the factor
+# of its gradient.
 _LOSS, _MEAN = NUMBERS - 1, tl.constexpr(NUMBERS)
 
 
@@ -91,7 +91,7 @@ def _solve(
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     IN_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: the maximum, the threshold, what is missing from a sum of 1, and the blocks."""
+    """Maximum, threshold, correction, norm, and number of chosen blocks of one row."""
     block = tl.arange(0, BLOCKS)
     if IN_ONE:
         peak_of = peaks_of_row(scores, scores, n, BLOCKS, WIDTH, False)
@@ -100,7 +100,7 @@ def _solve(
     peak = tl.max(peak_of, 0)
     broken = is_broken(peak, excess, KIND)
     origin = tl.where(peak == -float("inf"), 0.0, peak)
-    # Blocks whose peak does not pass the threshold of the peaks have no share.
+    # Blocks whose peak is below the bound of the threshold have no probability.
     distance = peak_of - origin
     at = bound_from_part(distance, origin, log_n, excess, KIND)
     reachable, _ = shares(distance, at, excess, KIND)
@@ -138,7 +138,7 @@ def _probabilities(distance, at, missing, norm, excess, KIND: tl.constexpr):
 
 @triton.jit
 def _entropies(probs, excess, KIND: tl.constexpr):
-    """The entropy of each class, and its derivative by alpha where KIND is 4, any alpha."""
+    """The entropy of each class, and its derivative by alpha if KIND is 4 (any alpha)."""
     if KIND < 4:
         entropy, _ = entropy_and_slope(probs, excess + 1.0, KIND)
         return entropy, entropy
@@ -180,7 +180,7 @@ def _forward(
                 column = first + tl.arange(0, BLOCK)
                 sums += tl.load(target + column, mask=column < n, other=0).to(tl.float32)
             total = tl.sum(sums, 0)
-            # A row without positives does not count.
+            # A row without positives has weight 0.
             weight = tl.where(total == 0.0, 0.0, 1.0)
             share = 1.0 / tl.where(total == 0.0, 1.0, total)
             sums = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -222,7 +222,7 @@ def _forward(
             moves += move
         loss = row_sum(sums, BOTH)
         by_alpha = row_sum(moves, BOTH)
-        # A masked target cannot be met; a NaN stays one.
+        # The loss of a masked target is infinite; NaN stays NaN.
         loss = tl.where((at_target == -float("inf")) & (loss == loss), float("inf"), loss)
         if WEIGHTED:
             weight = tl.load(class_weight + right, mask=known, other=float("nan")).to(tl.float32)
@@ -237,7 +237,7 @@ def _forward(
     tl.store(stats + 5 * n_rows, norm)
     tl.store(stats + 6 * n_rows, share)
     tl.store(stats + 7 * n_rows, count.to(tl.float32))
-    # A row that does not count may be NaN.
+    # The loss of a row with weight 0 may be NaN.
     if MEAN:
         tl.store(stats + 8 * n_rows, tl.where(weight == 0.0, 0.0, loss))
     else:
@@ -250,16 +250,16 @@ def backward(
     scores: Tensor, target: Tensor, stats: Tensor, chosen: Tensor, factor: Tensor, alpha: float,
     row_alpha: Tensor | None, labels: bool,
 ) -> Tensor:  # fmt: skip
-    del labels  # what they were divided by is among the numbers
+    del labels  # their factor is in stats
     n_rows, n = scores.shape
     gradient = torch.empty(n_rows, n, device=scores.device, dtype=scores.dtype)
     target = target.view(torch.uint8) if target.dtype == torch.bool else target
-    # That of a sum is one number that is expanded.
+    # The upstream gradient of a sum is an expanded scalar.
     factor = factor.contiguous()
     if n_rows:
         width, block = block_width(n), tile_width(n, WIDEST_BLOCK, 32)
         n_blocks = cdiv(n, width)
-        # Few rows are shared by several programs each.
+        # If there are few rows, several programs share each row.
         parts = min(cdiv(n, block), cdiv(FEWEST_PROGRAMS, n_rows))
         learned = row_alpha is not None
         _backward[(n_rows * parts,)](
@@ -296,7 +296,7 @@ def _backward(
     missing = tl.load(stats + 4 * n_rows)
     norm = tl.load(stats + 5 * n_rows)
     count = tl.load(stats + 7 * n_rows).to(tl.int32)
-    # A row that does not count may be NaN, and a fully masked one has nothing to move.
+    # A row with factor 0 may contain NaN. A fully masked row has norm 0 and gradient 0.
     still = (scale == 0.0) | (norm == 0.0)
     share = 0.0
     if DENSE:
@@ -321,7 +321,7 @@ def _backward(
                 wanted = tl.load(target + column, mask=live, other=0).to(tl.float32)
                 slope = tl.where(still, 0.0, -wanted * share * scale)
             tl.store(gradient + column, slope.to(gradient.dtype.element_ty), mask=live)
-        # Other threads write to the same places next.
+        # Other threads of this program write to the same places next.
         tl.debug_barrier()
     if still:
         stop = start
@@ -333,7 +333,7 @@ def _backward(
             slope -= tl.load(target + column, mask=live, other=0).to(tl.float32) * share
         tl.store(gradient + column, (slope * scale).to(gradient.dtype.element_ty), mask=live)
     if not DENSE:
-        # A target without probability may be in no listed block.
+        # The target may be in no listed block.
         right = tl.load(target + row)
         here = (right >= low) & (right < high) & (still == 0)
         own = tl.load(scores + right, mask=here, other=0.0).to(tl.float32)

@@ -1,10 +1,10 @@
-"""The k best classes without a look at most of them: leaves of a tree, and blocks of classes.
+"""Exact top-k search that reads few vectors: leaves of a tree, and blocks of classes.
 
-Of a tree, a *row* of ``weight`` is the vector of a binary node, whose score decides for its second
-child, or that of one child of a wider node. Nodes are numbered level by level, the root is node 0.
-Random leaves, and log-probabilities of chosen ones, are walks down the tree. ``cpu.py`` has
-``beam_leaves`` besides, and ``triton.py`` the blocks of classes, ``peaks_and_levels_`` and
-``largest``; there are no others for these.
+In a tree, a *row* of ``weight`` is the vector of a binary node, whose score is the logit of its
+second child, or the vector of one child of a wider node. Nodes are numbered level by level; the
+root is node 0. ``random_leaves`` and ``leaf_log_probs`` are walks down the tree. ``beam_leaves`` is
+only in ``cpu.py``, and blocks of classes, ``peaks_and_levels_`` and ``largest``, only in
+``triton.py``.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import operation
 
-# On CUDA the kernel is for trees of binary nodes and for no more leaves than this.
+# Largest k of the CUDA kernel, which supports binary trees only.
 MOST_ON_CUDA = 64
-# Where a random walk is that met a NaN; else it is at a node, or at the end, ~c for class c.
+# Position of a random walk after a NaN. Other positions are nodes, or ~c at the leaf of class c.
 NOWHERE = -(1 << 62)
 
 

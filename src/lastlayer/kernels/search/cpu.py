@@ -1,7 +1,7 @@
-"""Trees on the CPU: the best leaves, exact or of a beam, random ones, and chosen ones.
+"""Trees on the CPU: best leaves by exact or beam search, random leaves, and given leaves.
 
-The exact search is best-first, by a heap for each row; README.md has the proof that it opens as few
-nodes as can be. Beams have no other kernel.
+The exact search is best-first, with a heap per row; README.md has the proof that it opens as few
+nodes as possible. Beam search has only this kernel.
 """
 
 import math
@@ -18,7 +18,7 @@ from lastlayer.kernels._cpu_math import dot
 from lastlayer.kernels.search import NOWHERE
 
 _FLOATING, _BFLOAT16, _FLOAT16 = 0, 1, 2
-# Nodes opened for each leaf, to judge how many threads are worth while.
+# Estimated number of opened nodes per leaf, to choose the number of threads.
 _OPENED_FOR_EACH = 16
 
 
@@ -26,15 +26,16 @@ def best_leaves(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
     child: Tensor, levels: int, k: int, most: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the reference's, but a row that reads too much, or meets a NaN, is given up.
+    """Same as the reference, but may give rows up.
 
-    So is one with fewer than k classes that have a probability.
+    A row is given up if it needs more than ``most`` rows of the weight, if a NaN occurs, or if
+    fewer than k classes have a non-zero probability.
     """
     n, depth = hidden.shape
     values = torch.full((n, k), torch.nan, dtype=hidden.dtype)
     classes = torch.full((n, k), -1)
     opened = torch.full((n,), -1)
-    # An opened node adds one at most to what can be chosen: k leaves take k - 1 of them.
+    # Each row of the weight adds at most one candidate, so k leaves need k - 1 rows.
     if n and k <= most + 1:
         arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
         results = as_numpy(values), as_numpy(classes), as_numpy(opened)
@@ -45,13 +46,13 @@ def best_leaves(
 @by_rows
 @njit(nogil=True, cache=True)
 def _search_rows(start, stop, hidden, nodes, child, most, values, classes, opened):
-    """Opens the most probable node until k leaves are more probable than all that is closed.
+    """Opens the most probable node until k leaves have reached the top of the heap.
 
-    The heap holds children of opened nodes, leaves among them, and gives the most probable first.
-    A leaf on top is the next best of all: nothing below the others is more probable than they.
+    The heap has the children of opened nodes, including leaves, with the most probable on top. A
+    leaf on top is the next best of all, since nothing below a node is more probable than the node.
     """
     k, child_start, row_start = values.shape[1], nodes[4], nodes[5]
-    # An opened node takes one away and adds, for each row that is read, one; or two for one row.
+    # Opening a node removes one entry and adds its children: one per row, or two for a single row.
     heap = np.empty(most + 2, hidden.dtype), np.empty(most + 2, np.int32)
     below = np.empty(2, hidden.dtype)
     widened = np.empty(hidden.shape[1], np.float32)
@@ -88,8 +89,9 @@ def beam_leaves(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Log-probabilities and classes ``(n, k)``, and how many nodes were opened ``(n,)``.
 
-    What is not found has the value -inf and class -1; a row that meets a NaN has NaN throughout.
-    Arguments are those of the exact search, and ``width``, the most nodes of a level, at least k.
+    Beam search, which is not exact. Missing results have value -inf and class -1; after a NaN all
+    values of the row are NaN. Arguments are those of :func:`best_leaves`, and ``width``, the number
+    of nodes per level, at least k.
     """
     n, depth = hidden.shape
     values = torch.full((n, k), -torch.inf, dtype=hidden.dtype)
@@ -106,7 +108,7 @@ def beam_leaves(
 @njit(nogil=True, cache=True)
 def _beam_rows(start, stop, hidden, nodes_of, child, width, values, classes, opened):
     child_start = nodes_of[4]
-    # Nodes of this level, and a heap of those of the next.
+    # The nodes of this level, and a heap of the nodes of the next level.
     nodes, log_probs = np.empty(width, np.int32), np.empty(width, hidden.dtype)
     heap = np.empty(2 * width, hidden.dtype), np.empty(2 * width, np.int32)
     below = np.empty(2, hidden.dtype)
@@ -147,7 +149,7 @@ def _grown(array, size):
 
 @njit(nogil=True)
 def _keep(values, classes, value, found):
-    """Puts a leaf in its place among the best, of equal ones in the order of classes."""
+    """Inserts a leaf into the sorted list of the best; ties are ordered by class."""
     i = len(values) - 1
     if value < values[i] or (value == values[i] and found > classes[i]):
         return
@@ -165,7 +167,7 @@ def random_leaves(
     if classes.numel():
         arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
         work = uniform.shape[1] * hidden.shape[1]
-        # Overwritten by how far into the share of its node each number is.
+        # The kernel overwrites each number with its position in the interval of its node.
         _draw_rows(uniform.shape[0], work, *arrays, as_numpy(uniform.clone()), as_numpy(classes))
     return classes
 
@@ -177,7 +179,7 @@ def _draw_rows(start, stop, hidden, nodes, child, left, at):
     below = np.empty(2, hidden.dtype)
     widened = np.empty(hidden.shape[1], np.float32)
     for row in range(start, stop):
-        # From left to right, so that walks at the same node follow each other.
+        # Sorted, so that walks at the same node are adjacent.
         order = np.argsort(left[row])
         going = True
         while going:
@@ -202,9 +204,9 @@ def _draw_rows(start, stop, hidden, nodes, child, left, at):
 
 @njit(nogil=True)
 def _drawn(log_probs, arity, left):
-    """The child whose share the number falls into, and how far into it.
+    """The child whose interval the number falls into, and the position in that interval.
 
-    Sums are in float64, so that many small children keep their shares.
+    Sums are in float64, so that many small probabilities are not lost.
     """
     total = 0.0
     for i in range(arity):
@@ -218,7 +220,7 @@ def _drawn(log_probs, arity, left):
             last = i
             if reached > limit:
                 return i, min(max((limit - (reached - share)) / share, 0.0), 1.0)
-    # The product was rounded up to the total.
+    # Only if the product was rounded up to the total.
     return last, 1.0
 
 
@@ -258,9 +260,9 @@ def _as_arrays(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
     *tables: Tensor,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Hidden states, the nodes as :func:`_open_node` takes them, and other tables, as arrays.
+    """Hidden states, the ``nodes`` argument of :func:`_open_node`, and other tables, as arrays.
 
-    A weight in half precision, which Numba does not know, is given as bits.
+    Numba does not support half precision; such a weight is passed as bits.
     """
     hidden, weight = in_dtype(hidden, accumulation_dtype(hidden.dtype)), weight.detach()
     numbers, bits, kind = np.empty((0, 0), np.float32), np.empty((0, 0), np.int16), _FLOATING
@@ -279,9 +281,9 @@ def _as_arrays(
 
 @njit(nogil=True)
 def _open_node(state, nodes, node, widened, below):
-    """Log-probabilities of the children, none above 0; and whether there is no NaN.
+    """Log-probabilities of the children, at most 0; and whether there is no NaN.
 
-    ``below`` is memory for them, which is made anew where it is too small.
+    ``below`` is a buffer for them, which is replaced if it is too small.
     """
     weight, bits, kind, bias, child_start, row_start = nodes
     arity = child_start[node + 1] - child_start[node]
@@ -303,7 +305,7 @@ def _open_node(state, nodes, node, widened, below):
 
 @njit(nogil=True)
 def _widen_bfloat16(bits, out):
-    """The upper half of a float32."""
+    """Converts bfloat16 bits, the upper half of a float32."""
     wide = out.view(np.int32)
     for i in range(len(bits)):
         wide[i] = np.int32(bits[i]) << np.int32(16)
@@ -311,11 +313,11 @@ def _widen_bfloat16(bits, out):
 
 @njit(nogil=True)
 def _widen_float16(bits, out):
-    """Exponents are 112 lower than in float32, until they are multiplied; subnormals too."""
+    """Converts float16 bits. Shifted bits have exponents that are too low by 112, hence 2^112."""
     wide = out.view(np.int32)
     for i in range(len(bits)):
         size = np.int32(bits[i]) & np.int32(0x7FFF)
-        # All ones in the exponent are inf or NaN, also in float32.
+        # An exponent of all ones is inf or NaN in both formats.
         special = np.int32(0x7F800000) if size >= np.int32(0x7C00) else np.int32(0)
         sign = (np.int32(bits[i]) & np.int32(0x8000)) << np.int32(16)
         wide[i] = sign | special | (size << np.int32(13))
@@ -325,7 +327,7 @@ def _widen_float16(bits, out):
 
 @njit(nogil=True)
 def _to_log_probs(below, arity):
-    """From scores in place. One score of a binary node is enough."""
+    """Overwrites scores with log-probabilities; a binary node has a single score."""
     if arity == 2:
         score = below[0]
         rest = math.log1p(math.exp(-abs(score)))
@@ -344,9 +346,9 @@ def _to_log_probs(below, arity):
     return not math.isnan(total)
 
 
-# A heap of log-probabilities and what has them, the largest first, in two arrays. Of equal ones the
-# larger number comes first. Nodes are numbers from 0 on and class c is ``~c``: so nodes come before
-# leaves, which their leaves might equal, and lower classes before higher ones.
+# A max-heap of log-probabilities and ids, in two arrays. Among ties the larger id comes first.
+# Nodes have ids from 0 on and class c has ``~c``: so nodes come before leaves, since a leaf below
+# them may be equally probable, and lower classes before higher ones.
 @njit(nogil=True)
 def _before(log_probs, ids, i, j):
     if log_probs[i] == log_probs[j]:
@@ -362,7 +364,7 @@ def _swap(log_probs, ids, i, j):
 
 @njit(nogil=True)
 def _push(heap, size, log_prob, at):
-    """Adds one; how many there are now."""
+    """Adds an entry; returns the new size."""
     log_probs, ids = heap
     log_probs[size], ids[size] = log_prob, at
     i = size
@@ -374,7 +376,7 @@ def _push(heap, size, log_prob, at):
 
 @njit(nogil=True)
 def _pop(heap, size):
-    """Takes the first away; how many there are now."""
+    """Removes the top; returns the new size."""
     log_probs, ids = heap
     size -= 1
     log_probs[0], ids[0] = log_probs[size], ids[size]

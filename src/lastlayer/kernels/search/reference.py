@@ -1,4 +1,4 @@
-"""Leaves of a tree in plain torch, from the scores of all nodes: defines the truth."""
+"""Leaves of a tree in plain torch, from the scores of all nodes: the reference."""
 
 import torch
 from torch import Tensor
@@ -14,19 +14,19 @@ def best_leaves(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Log-probabilities and classes ``(n, k)``, and how many nodes were opened ``(n,)``.
 
-    The most probable leaf comes first, of equal ones the lower class. A row may be given up: then
-    it has opened -1 nodes, and its values are NaN and its classes -1.
+    Leaves are in descending order, ties by ascending class. Kernels may give a row up: the number
+    of opened nodes is then -1, its values are NaN and its classes -1.
 
     Args:
-        hidden: ``(n, d)``, float32 or float64, in which all is computed.
+        hidden: ``(n, d)``, float32 or float64, the dtype of the computation.
         weight: ``(n_rows, d)``, of any floating dtype.
         bias: ``(n_rows,)``, or None.
-        child_start: the first edge of each node, ``(n_inner + 1,)``, int64.
-        row_start: the first row of each node, ``(n_inner + 1,)``, int64.
-        child: what each edge leads to, int32: a node, or ``~c`` for class c, which has one leaf.
-        levels: how many levels have inner nodes.
+        child_start: first edge of each node, ``(n_inner + 1,)``, int64.
+        row_start: first row of the weight of each node, ``(n_inner + 1,)``, int64.
+        child: target of each edge, int32: a node, or ``~c`` for the leaf of class c.
+        levels: number of levels that have inner nodes.
         k: from 1 to the number of classes.
-        most: rows of the weight that may be read for a row before it is given up.
+        most: rows of the weight that may be read per row of hidden before it is given up.
     """
     n, n_inner = hidden.shape[0], len(child_start) - 1
     log_prob = _edge_log_probs(hidden, weight, bias, child_start, row_start)
@@ -52,18 +52,20 @@ def random_leaves(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
     child: Tensor, widest: int, uniform: Tensor,  # noqa: ARG001 - for CUDA
 ) -> Tensor:  # fmt: skip
-    """Class ids ``(n, m)``, each the end of a walk down from the root; -1 where it meets a NaN.
+    """Class ids ``(n, m)`` of leaves drawn by walks from the root; -1 after a NaN.
 
-    A number in [0, 1) decides a whole walk: it falls into the share of one child of the root, and
-    how far into it decides among the children of that one. So the leaf is the one whose share it
-    falls into if shares of all leaves are laid out from left to right.
+    One number in [0, 1) decides a whole walk: it falls into the interval of one child of the root,
+    and its position in that interval decides among the children of that child. So the result is the
+    leaf whose interval it falls into, if the probabilities of all leaves are laid out as intervals
+    from left to right.
 
-    ``widest`` is the most children that a node has, and ``uniform`` are numbers in [0, 1), ``(n,
-    m)``, float64; the other arguments are as before, hidden of any floating dtype.
+    ``widest`` is the largest number of children of a node. ``uniform`` has numbers in [0, 1),
+    ``(n, m)``, float64. The other arguments are those of :func:`best_leaves`, with hidden of any
+    floating dtype.
     """
     log_prob = _edge_log_probs(hidden, weight, bias, child_start, row_start)
     share = log_prob.double().exp()
-    # 0 before the first edge, so that no walk leads to one without a share.
+    # A leading 0, so that no walk takes an edge of probability 0.
     reached = torch.nn.functional.pad(share.nan_to_num(0.0).cumsum(-1), (1, 0))
     at, left = torch.zeros_like(uniform, dtype=torch.int64), uniform
     for _ in range(len(child_start)):
@@ -88,10 +90,11 @@ def leaf_log_probs(
     edge_node: Tensor, path_start: Tensor, path_edge: Tensor, widest: int,  # noqa: ARG001
     classes: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Of classes ``(n, m)``, in the accumulation dtype; NaN for what is no class.
+    """Log-probabilities of classes ``(n, m)``, in the accumulation dtype; NaN for invalid ids.
 
-    ``edge_node`` has the node of each edge, and ``path_start`` where the path of each class starts
-    in ``path_edge``, int32, its edges from the root on; the other arguments are as before.
+    ``edge_node`` has the node of each edge. ``path_edge``, int32, has the edges of the paths of all
+    classes from the root on; ``path_start`` has where each path starts. The other arguments are
+    those of :func:`random_leaves`.
     """
     log_prob = _edge_log_probs(hidden, weight, bias, child_start, row_start)
     total = log_prob.new_zeros(classes.shape)
@@ -106,7 +109,7 @@ def leaf_log_probs(
 def _edge_log_probs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor
 ) -> Tensor:
-    """Of each edge given its node, ``(n, n_edges)``."""
+    """The log-probability of each edge given its node, ``(n, n_edges)``."""
     hidden = hidden.to(accumulation_dtype(hidden.dtype))
     scores = linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden))
     arity = child_start.diff()

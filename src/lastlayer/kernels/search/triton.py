@@ -1,10 +1,10 @@
-"""The best leaves of a binary tree on CUDA, random and chosen leaves, and blocks of classes.
+"""The best leaves of a binary tree on CUDA, random and given leaves, and blocks of classes.
 
-The search has one program for each row, in one launch. Nodes of a level lie in memory that belongs
-to the row. A first sweep follows the best of them and finds k leaves, a second one opens all that
-are not below the k-th; README.md has the proof. A walk to a random or chosen leaf is one program,
-which reads the vectors of the nodes that it comes to. Of blocks of classes a program makes the
-scores of one, and leaves their peak and level.
+The search has one program per row, in one launch. The nodes of a level are in memory of the row. A
+first sweep is a beam search for k leaves; a second sweep opens all nodes at least as probable as
+the k-th leaf; README.md has the proof. A walk to a random or given leaf is one program, which reads
+the vectors of the nodes on its path. For blocks of classes a program computes the scores of one
+block, and stores their peak and level.
 """
 
 from typing import Any
@@ -26,14 +26,14 @@ from lastlayer.kernels._triton import (
 )
 from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE
 
-# Room of a row for nodes of one level and for leaves, and nodes that may be opened for it. A row
-# that needs more is given up.
+# Most nodes per level, most listed leaves, and most opened nodes of a row. A row that needs more is
+# given up.
 NODES, LEAVES, MOST_OPENED = 512, 512, 8192
-# Nodes that the first sweep follows at least, and that the second opens together.
+# Smallest beam of the first sweep, and nodes that the second sweep opens in one step.
 NARROWEST, GROUP = 8, 16
-# Numbers of node vectors that a program holds, and the warps that share them.
+# Numbers of node vectors that a program holds in one step, and its warps.
 TILE, WARPS = 4096, 8
-# The same for a walk.
+# Numbers of node vectors that a walk holds in one step.
 WALKED = 4096
 _NOWHERE = tl.constexpr(NOWHERE)
 
@@ -42,7 +42,7 @@ def best_leaves(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
     child: Tensor, levels: int, k: int, most: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the reference's, but a row that reads or holds too much, or meets a NaN, is given up."""
+    """Same as the reference, but rows that need too much work, or have NaN, are given up."""
     if len(child) != 2 * (len(child_start) - 1):
         raise ValueError(
             "child: expected two edges for each node with impl='triton', got "
@@ -85,7 +85,7 @@ def _search(
         hidden, weight, bias, child, ids, numbers, depth, weight_row, weight_step, levels, k,
         WIDTH, BEAM_DEPTH, BIASED,
     )  # fmt: skip
-    # Lower by some thousand roundings, as scores of the second sweep may be rounded otherwise.
+    # Lowered by about a thousand rounding errors, since the second sweep rounds scores differently.
     bound -= 1.2e-4 * (1.0 + tl.abs(bound))
     n_leaves, n_opened = _all_down_to(
         bound, hidden, weight, bias, child, ids, numbers, depth, weight_row, weight_step, levels,
@@ -108,12 +108,12 @@ def _bound_by_a_beam(
     hidden, weight, bias, child, ids, numbers, depth, weight_row, weight_step, levels, k,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The k-th best leaf below the WIDTH best nodes of each level, and how many were opened."""
+    """The log-probability of the k-th best leaf of a beam search, and how many nodes it opened."""
     lane = tl.arange(0, WIDTH)
     pair = tl.arange(0, 2 * WIDTH)
     node = tl.zeros((WIDTH,), tl.int32)
     reached = tl.where(lane == 0, 0.0, -float("inf"))
-    # The best leaves so far, in order.
+    # Log-probabilities of the best leaves so far, sorted.
     best = tl.full((WIDTH,), -float("inf"), tl.float32)
     bound = -float("inf")
     n_live = 1
@@ -126,10 +126,10 @@ def _bound_by_a_beam(
                 node, reached, live, hidden, weight, bias, child, depth, weight_row, weight_step,
                 WIDTH, DEPTH, BIASED,
             )  # fmt: skip
-            # Each needs a place of its own; the second sweep gives a row with NaN up.
+            # NaN has no place in the order; the second sweep gives a row with NaN up.
             log_prob = tl.where(log_prob == log_prob, log_prob, -float("inf"))
             leaf = below < 0
-            # Places among those of its kind, and among the best leaves.
+            # Ranks among the new children of the same kind, and among the best leaves.
             ahead = (log_prob[None, :] > log_prob[:, None]) | (
                 (log_prob[None, :] == log_prob[:, None]) & (pair[None, :] < pair[:, None])
             )
@@ -150,7 +150,7 @@ def _bound_by_a_beam(
             bound = tl.load(leaves + k - 1)
             node = tl.load(ids + lane, mask=lane < n_inner, other=0)
             reached = tl.load(numbers + lane, mask=lane < n_inner, other=-float("inf"))
-            # They are in order: what is live comes first.
+            # Nodes are sorted, so the live ones come first.
             n_live = tl.sum(((reached >= bound) & (reached > -float("inf"))).to(tl.int32), 0)
             tl.debug_barrier()
     return bound, n_opened
@@ -162,7 +162,10 @@ def _all_down_to(
     GROUP: tl.constexpr, DEPTH: tl.constexpr, NODES: tl.constexpr, LEAVES: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Lists leaves that are not below the bound; how many, too many to give up, and nodes."""
+    """Lists the leaves that reach the bound; returns their number and that of opened nodes.
+
+    More than LEAVES leaves mean that the row is given up.
+    """
     lane = tl.arange(0, GROUP)
     tl.store(ids + lane, tl.zeros((GROUP,), tl.int32), mask=lane == 0)
     tl.store(numbers + lane, tl.zeros((GROUP,), tl.float32), mask=lane == 0)
@@ -184,7 +187,7 @@ def _all_down_to(
                     node, reached, live, hidden, weight, bias, child, depth, weight_row,
                     weight_step, GROUP, DEPTH, BIASED,
                 )  # fmt: skip
-                # A NaN fills the list: the row is given up.
+                # A NaN makes the list too long, so that the row is given up.
                 n_leaves += (LEAVES + 1) * tl.max((log_prob != log_prob).to(tl.int32), 0)
                 wanted = (log_prob >= bound) & (log_prob > -float("inf"))
                 leaf = (wanted & (below < 0)).to(tl.int32)
@@ -212,7 +215,7 @@ def _open(
     node, reached, live, hidden, weight, bias, child, depth, weight_row, weight_step,
     GROUP: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The two children of each node and their log-probabilities, of leaves -inf without node."""
+    """Log-probabilities and ids of the two children of each node; -inf for inactive nodes."""
     at = node.to(tl.int64)
     score = dot_rows(hidden, 1, weight, at, weight_row, weight_step, live, depth, GROUP, DEPTH)
     left = tl.load(child + 2 * at, mask=live, other=-1)
@@ -227,13 +230,13 @@ def _open(
 
 @triton.jit
 def _store_best(ids, numbers, n_leaves, values, classes, k, LEAVES: tl.constexpr):
-    """The k best of the list in order, one after the other: k is small."""
+    """Writes the k best leaves of the list in order, one by one since k is small."""
     place = tl.arange(0, LEAVES)
     there = place < n_leaves
-    # Log-probabilities are at most 0: the bits of their size fall where they rise.
+    # Log-probabilities are at most 0, so the bits of their magnitude decrease as they increase.
     size = -tl.load(numbers + place, mask=there, other=0.0)
     bits = (size + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-    # ~c, which is what the list has, is larger for lower classes.
+    # The list has ~c, which is larger for lower classes.
     key = ((-bits) << 32) + (tl.load(ids + place, mask=there, other=0).to(tl.int64) + 0x80000000)
     key = tl.where(there, key, -0x7FFFFFFFFFFFFFFF)
     for i in range(k):
@@ -251,7 +254,7 @@ def random_leaves(
 ) -> Tensor:  # fmt: skip
     made = torch.empty(uniform.shape, device=hidden.device, dtype=torch.int64)
     if made.numel():
-        # The scores of the node that each walk is at.
+        # The scores of the current node of each walk.
         scores = torch.empty(made.numel(), widest, device=hidden.device, dtype=torch.float32)
         tables = child_start, row_start, child, uniform.contiguous(), scores
         block = min(1024, next_power_of_2(widest))
@@ -274,7 +277,7 @@ def _walk(
     run: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tables: tuple[Tensor, ...],
     made: Tensor, size: int, widest: int, **constants: int,
 ) -> None:  # fmt: skip
-    """Launches a program for each number of ``made``, ``(n, m)``."""
+    """Launches one program per element of the output ``made``, ``(n, m)``."""
     hidden, weight, depth = in_rows(hidden), in_rows(weight), hidden.shape[1]
     steps = tile_width(depth, WALKED)
     # A binary node has one row of the weight.
@@ -291,7 +294,7 @@ def _child_scores(
     hidden, weight, bias, row, width, first, depth, weight_row, CHILDREN: tl.constexpr,
     DEPTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Of some children of a node, whose first row of the weight is given; -inf beyond the last."""
+    """Scores of some children of a node, whose weights begin at ``row``; -inf beyond the last."""
     child = first + tl.arange(0, CHILDREN)
     there = child < width
     score = dot_rows(hidden, 1, weight, row + child, weight_row, 1, there, depth, CHILDREN, DEPTH)
@@ -306,7 +309,7 @@ def _draw_leaves(
     m, hidden_row, weight_row, BLOCK: tl.constexpr, CHILDREN: tl.constexpr, DEPTH: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    """A walk down from the root, as the reference's."""
+    """One walk down from the root, as in the reference."""
     walk = tl.program_id(0).to(tl.int64)
     hidden += walk // m * hidden_row
     scores += walk * widest
@@ -316,7 +319,7 @@ def _draw_leaves(
     while node >= 0:
         row = tl.load(row_start + node)
         width = (tl.load(row_start + node + 1) - row).to(tl.int32)
-        # One row decides between two children, the first of which has the score 0.
+        # A single row decides between two children; the first has score 0.
         binary = width == 1
         shift = binary.to(tl.int32)
         peak = tl.where(binary, 0.0, -float("inf"))
@@ -325,14 +328,14 @@ def _draw_leaves(
             at, score = _child_scores(
                 hidden, weight, bias, row, width, first, depth, weight_row, CHILDREN, DEPTH, BIASED
             )
-            # No difference of infinities where the second child is certain.
+            # If the second child has probability 1, avoid inf - inf.
             score = tl.where(binary & (score == float("inf")), 3.0e38, score)
             tl.store(scores + shift + at, score, mask=at < width)
             peak = tl.maximum(peak, tl.max(score, 0))
-        # Other threads of this program read them next.
+        # Other threads of this program read the scores next.
         tl.debug_barrier()
         arity = width + shift
-        # In float64, so that many small children keep their shares.
+        # In float64, so that many small probabilities are not lost.
         origin = tl.where(peak == -float("inf"), 0.0, peak).to(tl.float64)
         total = left * 0.0
         for first in range(0, arity, BLOCK):
@@ -349,7 +352,7 @@ def _draw_leaves(
             reached = before + tl.cumsum(share, 0)
             there = share > 0.0
             at = tl.min(tl.where(there & (reached > limit), lane, BLOCK), 0)
-            # The last one with a share, should the product be rounded up to the total.
+            # The last child with a share, if the product was rounded up to the total.
             last = tl.max(tl.where(there, first + lane, chosen), 0)
             own = tl.sum(tl.where(lane == at, share, 0.0), 0)
             upto = tl.sum(tl.where(lane == at, reached, 0.0), 0)
@@ -360,7 +363,7 @@ def _draw_leaves(
             before += tl.sum(share, 0)
         left = tl.minimum(tl.maximum(inside, 0.0), 1.0)
         below = tl.load(child + tl.load(child_start + node) + chosen).to(tl.int64)
-        # Not where the sum is 0 or NaN.
+        # The walk ends if the sum is 0 or NaN.
         node = tl.where(total > 0.0, below, _NOWHERE)
         tl.debug_barrier()
     tl.store(classes + walk, tl.where(node == _NOWHERE, -1, -1 - node))
@@ -372,7 +375,7 @@ def _follow_paths(
     n_classes, depth, m, hidden_row, weight_row, CHILDREN: tl.constexpr, DEPTH: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The log-probability of one class; NaN for what is none."""
+    """The log-probability of one class; NaN for an invalid id."""
     walk = tl.program_id(0).to(tl.int64)
     hidden += walk // m * hidden_row
     chosen = tl.load(classes + walk)
@@ -395,7 +398,7 @@ def _follow_paths(
                 hidden, weight, bias, row, width, first, depth, weight_row, CHILDREN, DEPTH, BIASED
             )
             taken += tl.sum(tl.where(at == column, score, 0.0), 0)
-            # Lane by lane; a NaN reaches the sum.
+            # One maximum and sum per lane. NaN makes the sum NaN.
             grown = tl.maximum(peak, score)
             origin = tl.where(grown == -float("inf"), 0.0, grown)
             total = total * tl.exp(peak - origin) + tl.exp(score - origin)
@@ -410,19 +413,19 @@ def _follow_paths(
     tl.store(made + walk, log_prob)
 
 
-# Classes of a block. A power of 2.
+# Classes per block, a power of 2.
 CLASSES = 128
 _ROWS, _DEPTH = 64, 64
-# Numbers of a row that one program looks at together for the best of them.
+# Numbers of a row among which one program selects the largest.
 WIDEST = 8192
 _LOWEST = tl.constexpr(-(2**63))
 
 
 def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Tensor) -> None:
-    """For each row and block the largest score, and the log of the sum of their exponentials.
+    """Writes the largest score and the logsumexp of the scores of each row and block.
 
-    Block b has the classes from ``CLASSES * b`` on. Both results are float32, ``(n, blocks)`` or
-    wider, of which the first columns are written; NaN where the row has a NaN.
+    Block b has the classes from ``CLASSES * b`` on. Both outputs are float32, ``(n, blocks)`` or
+    wider; only the first columns are written. NaN if the block has a NaN.
     """
     (n, depth), n_classes = hidden.shape, weight.shape[0]
     hidden, weight = in_rows(hidden), in_rows(weight)
@@ -436,15 +439,15 @@ def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Ten
 
 
 def largest(values: Tensor, ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest numbers of each row, float32, and their ids; the lower id where equal.
+    """The k largest numbers of each row, float32, and their ids; ties by ascending id.
 
-    A NaN comes first, as it does for torch. Ids are int64, from 0 up to 2^32; None for the columns.
+    NaN comes first, as in torch. Ids are int64, from 0 up to 2^32; None means column indices.
     """
     while True:
         n, m = values.shape
         width = tile_width(m, WIDEST)
         parts = cdiv(m, width)
-        # Where a part has fewer than k, what is left over is -inf, behind all others.
+        # If a part has fewer than k numbers, the rest is -inf, which sorts last.
         best = torch.empty(n, parts * k, device=values.device, dtype=torch.float32)
         found = torch.empty(n, parts * k, device=values.device, dtype=torch.int64)
         _largest[(n, parts)](
@@ -477,7 +480,7 @@ def _peaks_and_levels(
     scores = tl.where(live[None, :], scores, -float("inf"))
     peak = tl.max(scores, 1)
     total = tl.sum(tl.exp(scores - peak[:, None]), 1)
-    # A maximum may pass over a NaN; a sum does not.
+    # A maximum may ignore NaN; a sum does not.
     peak = tl.where(total == total, peak, total)
     place = row * line + tl.program_id(0)
     tl.store(peaks + place, peak, mask=row < n)
@@ -496,8 +499,8 @@ def _largest(
         mine = column.to(tl.int64)
     else:
         mine = tl.load(ids + row * m + column, mask=live, other=0xFFFFFFFF)
-    # Integers of the order of the values above, and the complement of the id below. A NaN of
-    # either sign goes to the top; + 0.0 makes -0.0 equal to 0.0.
+    # Upper half: integers of the same order as the values; lower half: the complement of the id.
+    # NaN of either sign sorts first; + 0.0 makes -0.0 equal to 0.0.
     ordered = tl.where(value == value, value, float("inf")) + 0.0
     bits = ordered.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -507,7 +510,7 @@ def _largest(
     for i in range(k):
         top = tl.max(keys, 0)
         here = keys == top
-        # Zeros elsewhere: a NaN of another column does not count.
+        # Zeros elsewhere, so that a NaN of another column does not enter the sum.
         number = tl.sum(tl.where(here, value, 0.0), 0)
         there = top != _LOWEST
         tl.store(best + into + i, tl.where(there, number, -float("inf")))

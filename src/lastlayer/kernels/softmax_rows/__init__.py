@@ -1,9 +1,8 @@
-"""Rows of scores to cross entropy, and in place to its gradient. README.md has the formulas.
+"""Cross entropy of rows of scores, and in place its gradient. README.md has the formulas.
 
-Options are those of :func:`lastlayer.fused.linear_cross_entropy`: ``softcap`` and ``smoothing``
-count where they are not 0. The score of the target comes once more in full precision where the one
-among ``scores`` is rounded. ``gradient_`` is for where all classes of a row are never held
-together, and its normaliser is known.
+Options are those of :func:`lastlayer.fused.linear_cross_entropy`; a ``softcap`` or ``smoothing`` of
+0 means none. If ``scores`` are rounded, the score of the target can be given a second time in full
+precision. ``gradient_`` is for slabs of classes of rows whose normaliser is known.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import operation
 
-# The rank of a target of -inf, or in a row with a NaN: beyond any k.
+# Rank of a target with score -inf, or in a row with a NaN: above any k.
 NO_RANK = 1 << 62
 
 

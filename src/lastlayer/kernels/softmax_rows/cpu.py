@@ -1,6 +1,6 @@
 """Cross entropy of rows on the CPU: a pass for the peak, one for the sums, one for the gradient.
 
-A row stays in the cache between them. README.md beside this file has the derivation.
+A row stays in the cache between passes. README.md has the derivation.
 """
 
 import math
@@ -25,7 +25,8 @@ from lastlayer.kernels._cpu_math import (
 )
 from lastlayer.kernels.softmax_rows import NO_RANK
 
-# Scores between which sums go over to float64; they and what is made of them fit the L1 cache.
+# Scores that are summed in float32 before they are added to a float64 total. They and their
+# intermediate results fit the L1 cache.
 _SPAN = 1024
 
 
@@ -38,7 +39,7 @@ def forward_(
     n_rows, n = scores.shape
     real = np.float64 if dtype == torch.float64 else np.float32
     kept, nothing = n_rows if statistics else 0, np.empty(0, real)
-    # Made by numpy, which takes the host less than a tensor and its view as an array.
+    # numpy arrays cost less host time than tensors and their views as arrays.
     loss, lse, entropy = np.empty(n_rows, real), np.empty(n_rows, real), np.empty(kept, real)
     argmax, rank = np.empty(kept, np.int64), np.empty(kept, np.int64)
     exact = nothing if target_scores is None else as_array(target_scores, dtype)
@@ -74,7 +75,7 @@ def _forward_rows(
     capped, smooth, weighted = softcap != 0.0, smoothing != 0.0, len(weights) > 0
     values, slopes = np.empty(_SPAN, rows.dtype), np.empty(_SPAN, rows.dtype)
     shares, lanes = np.empty(_SPAN, rows.dtype), np.empty(BLOCK, rows.dtype)
-    # A soft cap has slopes, for which the scores are looked at again.
+    # With a soft cap the gradient pass needs the scores again, for the slopes.
     keep_shares = len(row_scale) > 0 and not capped
     inverse = real(1.0 / temperature)
     for row in range(start, stop):
@@ -91,13 +92,13 @@ def _forward_rows(
         if capped:
             bent = math.tanh(at_target / softcap)
             slope *= 1.0 - bent * bent
-            # A masked class stays masked: a cap would bring it back.
+            # -inf stays -inf: the cap would unmask a masked class.
             at_target = softcap * bent if at_target != -math.inf else -math.inf
             peak = real(softcap * math.tanh(peak / softcap)) if peak != -math.inf else peak
-        # With nothing but -inf there is no difference to take.
+        # A row that is all -inf has no finite difference.
         origin = real(0.0) if peak == -math.inf else peak
 
-        # The target is left out of the sums, so that 1 - p is not what remains of 1.
+        # The sums exclude the target, so that 1 - p is computed without cancellation.
         others, mixed, above_all = 0.0, 0.0, 0.0
         for first in range(0, n, _SPAN):
             span = x[first : first + _SPAN]
@@ -118,7 +119,7 @@ def _forward_rows(
         share = math.exp(distance)
         total = others + share
         if total == 0.0:
-            # Nothing can be: no target is met, and no score is to be moved.
+            # Fully masked rows have infinite loss and zero gradient.
             loss[row], lse[row] = math.inf, -math.inf
             if len(entropy):
                 entropy[row], rank[row] = 0.0, NO_RANK
@@ -169,7 +170,7 @@ def _forward_rows(
 
 @njit(nogil=True, error_model="numpy")
 def _first_of_largest(x, peaks, state):
-    """The first place of the maximum; a NaN counts as one, as it does in torch."""
+    """The first index of the maximum; NaN counts as the maximum, as in torch."""
     if state < 0:
         for i in range(len(x)):
             if math.isnan(x[i]):
@@ -192,7 +193,7 @@ def _count_above(x, floor):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _bent(span, softcap, values, slopes):
-    """Capped scores; their slopes go into ``slopes``. -inf stays, with slope 0."""
+    """Scores after the soft cap; writes their slopes to ``slopes``. -inf stays, with slope 0."""
     real = span.dtype.type
     inverse, zero, least = real(1.0) / softcap, real(0.0), real(-math.inf)
     for i in range(len(span)):
@@ -212,7 +213,7 @@ def _shares_of(span, origin, inverse, shares):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_weighted(weights, span, origin):
-    """Distances to the peak times the weights of their classes, 1 where there are none."""
+    """The weighted sum of distances to the peak; weights of 1 if ``weights`` is empty."""
     total = span.dtype.type(0.0)
     if len(weights):
         for i in range(len(span)):
@@ -225,7 +226,7 @@ def _sum_weighted(weights, span, origin):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _fill_gradient(part, factor, lift, weights):
-    """From shares to the gradient: of the sum, less that of smoothing."""
+    """Overwrites shares with the gradient: that of lse, minus that of label smoothing."""
     if len(weights):
         for i in range(len(part)):
             part[i] = part[i] * factor - lift * weights[i]

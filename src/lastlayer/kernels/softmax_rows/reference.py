@@ -1,4 +1,4 @@
-"""Cross entropy of rows in plain torch: defines the truth."""
+"""Cross entropy of rows in plain torch: the reference."""
 
 import math
 
@@ -14,11 +14,11 @@ def forward_(
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, logsumexp, entropy, argmax and rank of the target, for each row.
+    """Loss, logsumexp, entropy, argmax and rank of the target of each row.
 
-    Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
-    The last three are empty without ``statistics``. A row of nothing but -inf costs +inf
-    and has no gradient.
+    If ``row_scale`` is given, ``scores`` are overwritten with the gradient of ``sum(row_scale *
+    loss)``. The last three results are empty without ``statistics``. A fully masked row has loss
+    +inf and gradient 0.
     """
     dtype = accumulation_dtype(scores.dtype)
     n_classes = scores.shape[-1]
@@ -49,14 +49,14 @@ def forward_(
     probs = torch.exp(values - origin.unsqueeze(-1))
     if statistics:
         gap = origin.unsqueeze(-1) - values
-        # Not `probs > 0`: a NaN has to show.
+        # Not `probs > 0`, which would hide NaN.
         entropy = torch.where(probs == 0, 0.0, probs * gap).sum(-1)
         rank = rank.masked_fill(lse.isnan() | (at_target == -math.inf), NO_RANK)
     if row_scale is not None:
         gradient = probs * push.unsqueeze(-1)
         if smoothing:
             gradient = gradient - spread * weights
-        # (p - 1) from the exact score: the difference of rounded ones would lose it near 1.
+        # p - 1 from the exact score: for p near 1 rounded scores would give only noise.
         true = push * torch.expm1(at_target - origin) + (push - pull)
         if smoothing:
             true = true - spread * weights[target]
@@ -70,11 +70,11 @@ def gradient_(
     scores: Tensor, target: Tensor, true: Tensor, lse: Tensor, push: Tensor, softcap: float,
     temperature: float,
 ) -> None:  # fmt: skip
-    """Scores of some classes, in place, to the gradient of a cross entropy of known normaliser.
+    """Overwrites the scores of some classes with the gradient, given the normaliser of each row.
 
-    For each row i and class j ``push_i * exp(s_ij - lse_i) * slope_ij``, and ``true_i`` at its
-    target, where s are the capped and tempered scores and slope their derivative by the plain ones.
-    A target of -1 is not among the classes.
+    For each row i and class j it is ``push_i * exp(s_ij - lse_i) * slope_ij``, and ``true_i`` at
+    the target, where s are the scores after soft cap and temperature, and slope their derivative by
+    the original ones. A target of -1 is not among these classes.
     """
     values, slope = _shaped(scores.to(lse.dtype), softcap, temperature)
     gradient = torch.exp(values - lse.unsqueeze(-1)) * push.unsqueeze(-1) * slope
@@ -83,7 +83,7 @@ def gradient_(
 
 
 def _shaped(values: Tensor, softcap: float, temperature: float) -> tuple[Tensor, float | Tensor]:
-    """Scores after cap and temperature, and their derivative by the plain ones; -inf stays."""
+    """Scores after soft cap and temperature, and their derivative; -inf stays -inf."""
     if not softcap:
         return values / temperature, 1.0 / temperature
     bent, out = torch.tanh(values / softcap), values == -math.inf

@@ -1,8 +1,8 @@
-"""Cross entropy of rows on CUDA: one program a row, which it reads twice and writes once.
+"""Cross entropy of rows on CUDA: one program per row, which reads it twice and writes it once.
 
-The second reading goes backwards: of rows that are too long for the L2 cache, it still finds the
-end there. What is written is not kept in the cache, to leave the room to what is yet to be read.
-Where the normaliser is known, a program takes a piece of one row.
+The second read goes backwards: if a row is too long for the L2 cache, its end is still cached.
+Written values are marked to be evicted first, which leaves the cache to values that are yet to be
+read. If the normaliser is known, a program handles a part of one row.
 """
 
 import torch
@@ -14,7 +14,7 @@ from lastlayer.kernels import softmax_rows
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import LOG2E, cdiv, expm1, tanh, tile_width
 
-# Scores that a program looks at together.
+# Scores that a program handles in one step.
 WIDEST_BLOCK = 4096
 NO_RANK = tl.constexpr(softmax_rows.NO_RANK)
 
@@ -48,7 +48,7 @@ def _shaped(values, softcap, inverse_temperature, CAPPED: tl.constexpr):
     """Scores after the soft cap and the temperature, and their slope."""
     if CAPPED:
         bent = tanh(values / softcap)
-        # A masked class stays masked: a cap would bring it back.
+        # -inf stays -inf: the cap would unmask a masked class.
         capped = tl.where(values == -float("inf"), values, bent * (softcap * inverse_temperature))
         return capped, (1.0 - bent * bent) * inverse_temperature
     else:
@@ -91,7 +91,7 @@ def _softmax_row(
         values = tl.where(column == right, exact, values)
         values, _ = _shaped(values, softcap, inverse_temperature, CAPPED)
         grown = tl.maximum(peak, tl.max(values, 0))
-        # -inf everywhere so far: nothing to scale, and no difference of infinities.
+        # While all values are -inf, subtract 0, not -inf, which would give NaN.
         origin = tl.where(grown == -float("inf"), 0.0, grown)
         shrink = tl.exp(peak - origin)
         shares = tl.exp2((values - origin) * LOG2E)
@@ -125,7 +125,7 @@ def _softmax_row(
     if SMOOTH:
         row_loss += spread * (weights * log_sum - tl.sum(smooth_sums, 0))
         push += spread * weights
-    # Where nothing can be, no target is met.
+    # Fully masked rows have infinite loss.
     tl.store(loss + row, tl.where(empty, float("inf"), row_loss))
     tl.store(lse + row, log_sum)
     if STATISTICS:
@@ -138,7 +138,7 @@ def _softmax_row(
 
     if GRADIENT:
         scale = tl.where(empty, 0.0, tl.load(row_scale + row).to(tl.float32))
-        # p - 1 from the exact score, where it is small without cancelling.
+        # p - 1 from the exact score, by expm1 so that nothing cancels.
         gap = at_target - origin
         true = push * expm1(gap) + (push - pull)
         if SMOOTH:
@@ -190,7 +190,7 @@ def _gradient(
     slope = inverse_temperature
     if CAPPED:
         bent = tanh(values / softcap)
-        # -inf stays: a cap would bring a masked class back.
+        # -inf stays -inf: the cap would unmask a masked class.
         values = tl.where(values == -float("inf"), values, bent * softcap)
         slope = (1.0 - bent * bent) * inverse_temperature
     power = (values * inverse_temperature - tl.load(lse + row)) * LOG2E

@@ -1,10 +1,10 @@
 """The two sums of ZLPR over all spans of a text, and their gradients, on CUDA.
 
-There is no other implementation: elsewhere tiles of scores are stored, see
-:mod:`lastlayer.fused.spans`. README.md has the derivation.
+There is no CPU kernel: elsewhere tiles of scores are stored, see :mod:`lastlayer.fused.spans`.
+README.md has the derivation.
 
-``target`` are bools ``(texts, types, n, n)``, or int64 cells ``(texts, m)``, each ``(type · n +
-start) · n + end``, or -1 for none.
+``target`` is bool ``(texts, types, n, n)``, or has int64 cells ``(texts, m)``: each is ``(type · n
++ start) · n + end``, or -1 for padding.
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class SpanParts(NamedTuple):
-    """What scores are made of: a product of two vectors, and what start and end add.
+    """Inputs of span scores: the vectors of starts and ends, and their biases.
 
     Attributes:
-        query: ``(texts, types or 1, n, head_size)``.
-        key: the same.
+        query: vectors of starts, ``(texts, types or 1, n, head_size)``.
+        key: vectors of ends, of the same shape.
         start_bias: ``(texts, types, n)``, or None.
-        end_bias: the same.
-        mask: ``(texts, n)`` bool, True for tokens; None where all are.
+        end_bias: ``(texts, types, n)``, or None.
+        mask: ``(texts, n)`` bool, True for tokens; None if all are tokens.
     """
 
     query: Tensor

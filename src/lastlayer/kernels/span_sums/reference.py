@@ -1,4 +1,4 @@
-"""Sums over all spans in plain torch, with all scores stored: defines the truth."""
+"""Sums over all spans in plain torch, with all scores stored: the reference."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lastlayer.kernels.span_sums import SpanParts
 
 
 def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
-    """``log(1 + A)`` and ``log(1 + B)`` of each text and type, ``(2, texts, types)``."""
+    """``log(1 + A)`` and ``log(1 + B)`` of README.md per text and type, ``(2, texts, types)``."""
     scores, wrong, right = _cells(parts, target, n_types)
     sums = [
         torch.where(cells, values, -torch.inf).flatten(-2).logsumexp(-1)
@@ -19,7 +19,7 @@ def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
 def gradients(
     parts: SpanParts, target: Tensor, found: Tensor, grad: Tensor, n_types: int
 ) -> list[Tensor | None]:
-    """Of query, key and the biases, from what :func:`log_sums` found and the upstream gradient."""
+    """Gradients of query, key and biases; ``found`` is the result of :func:`log_sums`."""
     scores, wrong, right = _cells(parts, target, n_types)
     below, above = found[..., None, None]
     weights = torch.where(wrong, (scores - below).exp(), 0.0)
@@ -33,7 +33,7 @@ def gradients(
 
 
 def _cells(parts: SpanParts, target: Tensor, n_types: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, and which of them are wrong spans and right ones."""
+    """Scores, and masks of wrong and right spans."""
     query, key, start_bias, end_bias, mask = parts
     n_texts, _, n, _ = query.shape
     scores = (query @ key.mT).expand(n_texts, n_types, n, n)
@@ -43,7 +43,7 @@ def _cells(parts: SpanParts, target: Tensor, n_types: int) -> tuple[Tensor, Tens
     if mask is not None:
         there = there & mask[:, None, :, None] & mask[:, None, None, :]
     if target.dtype != torch.bool:
-        # One more cell, which is cut off, for what is none.
+        # Padding goes to one extra cell, which is cut off.
         cells = target.new_zeros(n_texts, n_types * n * n + 1, dtype=torch.bool)
         cells.scatter_(1, torch.where(target < 0, cells.shape[1] - 1, target), value=True)
         target = cells[:, :-1].view(n_texts, n_types, n, n)

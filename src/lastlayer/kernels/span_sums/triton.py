@@ -1,8 +1,8 @@
-"""Sums over all spans of a text on CUDA, from tiles of scores that are made and forgotten.
+"""Sums over all spans of a text on CUDA, from tiles of scores that are never stored.
 
-Tiles have the spans of some starts and some ends, of one text and type. A program owns some tokens,
-as starts or as ends, and walks over the others that make a span with them. Products of float32 are
-made of three in tf32, which leaves them as good as float32 ones.
+A tile has the spans of 64 starts and 64 ends of one text and type. A program owns a block of
+tokens, as starts or as ends, and loops over the blocks that form spans with them. Float32 products
+are computed as three tf32 products, which is as precise.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def gradients(
 
 
 def _whole(part: Tensor | None) -> Tensor | None:
-    """Contiguous, and bools as bytes."""
+    """``part``, contiguous, and viewed as bytes if it is bool."""
     if part is None:
         return None
     return part.contiguous().view(torch.uint8) if part.dtype == torch.bool else part.contiguous()
@@ -65,11 +65,11 @@ def _whole(part: Tensor | None) -> Tensor | None:
 def _spans(
     parts: SpanParts, target: Tensor, n_types: int
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], tuple[int, int], dict[str, Any]]:
-    """What is the same in all passes: tensors, numbers, the grid, and options of the kernel."""
+    """Arguments that all passes share: tensors, sizes, the grid, and options of the kernel."""
     n_texts, held, n, depth = parts.query.shape
     blocks, listed = cdiv(n, SIDE), target.dtype != torch.bool
     since = None
-    # Of listed targets, where those of each block of starts begin.
+    # For listed targets: where the cells of each block of starts begin.
     if listed:
         target = target.sort(-1).values
         since = _first_of_blocks(target, n_types, n, blocks)
@@ -88,7 +88,7 @@ def _spans(
 
 
 def _first_of_blocks(cells: Tensor, n_types: int, n: int, blocks: int) -> Tensor:
-    """Where in the sorted cells of a text each block of starts of each type begins; the end too."""
+    """Offsets into the sorted cells of each text, per type and block of starts, and their end."""
     types = torch.arange(n_types + 1, device=cells.device).unsqueeze(-1)
     starts = torch.arange(0, blocks * SIDE, SIDE, device=cells.device)
     bounds = ((types * n + starts) * n).flatten()[: n_types * blocks + 1]
@@ -103,11 +103,14 @@ def _walk(
     EVEN: tl.constexpr, SHARED: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr,
     LISTED: tl.constexpr, ENDS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of own starts into ``parts``, or the gradient of own tokens; ends where ENDS."""
+    """Writes the sums of a block of starts to ``parts``, or the gradients of a block of tokens.
+
+    With ENDS the block owns ends.
+    """
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first_block, last_block = block, blocks
     if ENDS:
-        # The last ends have the most starts: they go first.
+        # The last blocks have the most work, so they run first.
         block = blocks - 1 - block
         first_block, last_block = 0, block + 1
     text, kind = pair // n_types, pair % n_types
@@ -182,7 +185,7 @@ def _walk(
 
 @triton.jit
 def _vectors(vectors, place, n, depth, DEPTH: tl.constexpr, EVEN: tl.constexpr):
-    """Those of tokens, 0 beyond the text."""
+    """The vectors of tokens, 0 beyond the text."""
     number = tl.arange(0, DEPTH)
     there = (place < n)[:, None]
     if not EVEN:
@@ -192,7 +195,7 @@ def _vectors(vectors, place, n, depth, DEPTH: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _tokens(mask, place, n, MASKED: tl.constexpr):
-    """Which places hold a token."""
+    """Mask of the places that hold a token."""
     there = place < n
     if MASKED:
         there = there & (tl.load(mask + place, mask=there, other=0) != 0)
@@ -201,7 +204,7 @@ def _tokens(mask, place, n, MASKED: tl.constexpr):
 
 @triton.jit
 def _right(target, first, last, start, end, live, n, LISTED: tl.constexpr):
-    """Which of the live cells are right spans."""
+    """Mask of the live cells that are right spans."""
     if LISTED:
         right = live & (start < 0)
         for entry in range(first, last):
@@ -214,9 +217,9 @@ def _right(target, first, last, start, end, live, n, LISTED: tl.constexpr):
 
 @triton.jit
 def _grown(peak, total, values):
-    """A running maximum and sum of exponentials, one per row, with more values."""
+    """Adds values to the running maximum and sum of exponentials of each row."""
     grown = tl.maximum(peak, tl.max(values, 1))
-    # -inf everywhere so far: nothing to scale, and no difference of infinities.
+    # While all values are -inf, subtract 0, not -inf, which would give NaN.
     origin = tl.where(grown == -float("inf"), 0.0, grown)
     added = tl.sum(tl.exp(values - origin[:, None]), 1)
     return grown, total * tl.exp(peak - origin) + added

@@ -1,6 +1,6 @@
-"""Softmax over the k largest scores of a row, its logarithm, and the loss that goes with it.
+"""Softmax over the k largest scores of a row, its logarithm, and its Fenchel-Young loss.
 
-The backward of the map is that of entmax at alpha = 1. On a CPU the loss is made from the
+The backward of the map is that of entmax at alpha = 1. On a CPU the loss is computed from the
 probabilities, see ``entmax_rows``.
 """
 

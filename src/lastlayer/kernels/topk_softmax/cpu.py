@@ -1,4 +1,4 @@
-"""Top-k softmax on the CPU: the k-th largest score by halves, among the blocks that can have it."""
+"""Top-k softmax on the CPU: bisection for the k-th largest score, in blocks that can contain it."""
 
 import math
 
@@ -19,7 +19,8 @@ from lastlayer.kernels._cpu_math import (
     room_for_peaks,
 )
 
-# Halves of the values, while they bring much; then of the integers behind them, which end.
+# Steps that bisect values, which is fast for usual scores. Later ones bisect their bits as
+# integers, which always ends.
 _BY_VALUE = 16
 
 
@@ -44,7 +45,7 @@ def _forward_rows(start, stop, rows, out, k, logs):
     k = min(k, n)
     peaks = room_for_peaks(rows)
     blocks = len(peaks) - 1
-    # A vector more than a row: the last one is filled up.
+    # One SIMD vector longer than a row, for padding.
     held = np.empty((1, n + lanes_of(rows.itemsize)), rows.dtype)
     column = np.empty(n, np.int32)
     for row in range(start, stop):
@@ -52,14 +53,14 @@ def _forward_rows(start, stop, rows, out, k, logs):
         if state <= 0:
             out[row] = math.nan if state < 0 else nothing
         elif 2 * k > blocks:
-            # Most blocks would stay, and picking costs more than a few more counts.
+            # Most blocks would remain; gathering them costs more than counting in the whole row.
             for i in range(n):
                 held[0, i] = rows[row, i]
             _shares(held, n, k, peaks[-1], -math.inf, logs)
             for i in range(n):
                 out[row, i] = held[0, i]
         else:
-            # k peaks are k scores: the k-th largest score is no smaller than the k-th largest peak.
+            # k peaks are k scores, so the k-th largest score is at least the k-th largest peak.
             held[0, :blocks] = peaks[:blocks]
             floor, _ = _edge_of(held, _filled_up(held, blocks), k, -math.inf, peaks[-1])
             count = _pick(rows, row, peaks, floor, held, column)
@@ -71,7 +72,7 @@ def _forward_rows(start, stop, rows, out, k, logs):
 
 @njit(nogil=True)
 def _pick(rows, row, peaks, floor, held, column):
-    """The scores from ``floor`` on, with their columns; says how many there are."""
+    """Gathers the scores of at least ``floor`` and their columns; returns their number."""
     n = rows.shape[1]
     count = 0
     for block in range(len(peaks) - 1):
@@ -86,7 +87,7 @@ def _pick(rows, row, peaks, floor, held, column):
 
 @njit(nogil=True)
 def _filled_up(held, n):
-    """The number of vectors that n numbers take, after the last one has been filled up."""
+    """The number of SIMD vectors for n numbers, after padding the last one with -inf."""
     lanes = lanes_of(held.itemsize)
     vectors = (n + lanes - 1) // lanes
     for i in range(n, vectors * lanes):
@@ -96,7 +97,7 @@ def _filled_up(held, n):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _shares(held, n, k, peak, low, logs):
-    """The softmax over the k largest of n scores, or its log, in place of them."""
+    """Overwrites n scores with the softmax over their k largest, or its log."""
     zero = held.dtype.type(0)
     edge, count = _edge_of(held, _filled_up(held, n), k, low, peak)
     if count > k:
@@ -118,10 +119,10 @@ def _shares(held, n, k, peak, low, logs):
         held[0, i] *= share
 
 
-# With flags of its own, or it would get those of its caller, which may reorder.
+# A separate function with stricter flags: those of the caller allow reordering.
 @njit(nogil=True, fastmath={"contract"})
 def _write_logs(held, n, edge, peak, level):
-    """The peak is taken away first: large scores cancel exactly."""
+    """Subtracts the peak first, so that large scores cancel exactly."""
     real = held.dtype.type
     for i in range(n):
         score = held[0, i]
@@ -130,7 +131,7 @@ def _write_logs(held, n, edge, peak, level):
 
 @njit(nogil=True)
 def _drop_last(held, n, edge, excess):
-    """Of equal scores the first are taken."""
+    """Masks the last ``excess`` scores equal to the edge: ties keep the lowest indices."""
     for i in range(n - 1, -1, -1):
         if excess == 0:
             break
@@ -140,12 +141,12 @@ def _drop_last(held, n, edge, excess):
 
 
 def order_of(value):
-    """A float as an integer of the same order."""
+    """Maps a float to an integer of the same order."""
     return _order_of(typeof(value))(value)
 
 
 def value_of(order, like):
-    """The float of the type of ``like`` behind an :func:`order_of`."""
+    """Inverse of :func:`order_of`: the float, of the type of ``like``."""
     return _value_of(typeof(order), typeof(like))(order, like)
 
 
@@ -171,7 +172,7 @@ def _value_of(order, like):
 
 
 def _kinds(of):
-    """Floats, the integers as wide, and all bits of these but the sign."""
+    """The float type, the integer type of the same size, and its bits without the sign."""
     if of == types.float32:
         return np.float32, np.int32, np.int32(2**31 - 1)
     return np.float64, np.int64, np.int64(2**63 - 1)
@@ -179,11 +180,11 @@ def _kinds(of):
 
 @njit(nogil=True, error_model="numpy")
 def _edge_of(values, vectors, k, low, high):
-    """``(edge, count)``: as many numbers of the first row are at least ``edge``, k or more.
+    """``(edge, count)``: ``count`` >= k numbers of the first row are at least ``edge``.
 
-    More only where several equal the k-th largest, which is the edge then. Of ``vectors`` the last
-    one is filled up with -inf. At least k numbers are no less than ``low``, which may be -inf;
-    ``high`` is the maximum.
+    ``count`` exceeds k only for ties with the k-th largest number, which is then the edge. The last
+    of the ``vectors`` is padded with -inf. At least k numbers must be at least ``low``, which may
+    be -inf; ``high`` is the maximum.
     """
     number = values.dtype.type
     least, most = number(low), number(high)
@@ -198,20 +199,20 @@ def _edge_of(values, vectors, k, low, high):
         middle = number(least + number(0.5) * (most - least))
         if step >= _BY_VALUE or not least < middle <= most:
             first, last = order_of(least), order_of(most)
-            # The mean of both, rounded up, without their sum.
+            # The mean, rounded up, without overflow.
             middle = value_of((first | last) - ((first ^ last) >> 1), least)
         reached = count_at_least(values, 0, vectors, middle)
         if reached >= k:
             least, count = middle, reached
         else:
-            # The k-th largest is below: at most the number before.
+            # The k-th largest is less than ``middle``: at most the float before it.
             most = value_of(order_of(middle) - 1, least)
     return least, count
 
 
 @njit(nogil=True, error_model="numpy")
 def _bound_below(values, vectors, k, high):
-    """A number that at least k are no less than; scores mostly lie near their maximum."""
+    """A lower bound of the k-th largest number, near the maximum since most scores are."""
     number = values.dtype.type
     for depth in (4.0, 32.0, 1024.0):
         low = number(high - depth)

@@ -1,4 +1,4 @@
-"""Top-k softmax in plain torch: the definition that the kernels are tested against."""
+"""Top-k softmax in plain torch: the reference that the kernels are tested against."""
 
 import math
 
@@ -10,19 +10,19 @@ from lastlayer.kernels import entmax_rows
 
 
 def forward(scores: Tensor, k: int) -> Tensor:
-    """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
+    """Softmax over the ``k`` largest scores of a row (ties: lowest index first); zero elsewhere."""
     if scores.numel() == 0:
         return torch.empty_like(scores)
     kept, broken = _kept(scores.to(accumulation_dtype(scores.dtype)), k)
-    # Where nothing is kept a softmax would be NaN.
+    # The softmax of a fully masked row is NaN.
     probs = torch.softmax(kept, -1).masked_fill(kept == -math.inf, 0.0)
     return probs.masked_fill(broken, math.nan).to(scores.dtype)
 
 
 def logs_into(out: Tensor, scores: Tensor, bias: Tensor | None, k: int) -> None:
-    """The log of :func:`forward`, of scores with their biases, in the dtype of the scores.
+    """Writes the log of :func:`forward` of scores plus bias, in the dtype of the scores.
 
-    -inf for classes that are not among the ``k`` best, and in all of a fully masked row.
+    -inf for classes that are not among the ``k`` best, and for all of a fully masked row.
     """
     if scores.numel():
         kept, broken = _kept(scores if bias is None else scores + bias, k)
@@ -31,7 +31,7 @@ def logs_into(out: Tensor, scores: Tensor, bias: Tensor | None, k: int) -> None:
 
 
 def _kept(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest less their maximum, -inf elsewhere; and which rows have a NaN or +inf."""
+    """The k largest minus their maximum, -inf elsewhere; and which rows have a NaN or +inf."""
     edge = values.topk(min(k, values.shape[-1]), dim=-1).values[..., -1:]
     above, equal = values > edge, values == edge
     left = k - above.sum(-1, keepdim=True)
@@ -45,8 +45,8 @@ def _kept(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def loss(scores: Tensor, target: Tensor, row_scale: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The loss of each row against a class id, and the gradient of ``sum(row_scale * loss)``.
 
-    The gradient is in the dtype of the scores, ``row_scale`` 1 where it is None. A fully masked row
-    costs +inf and has no gradient; nor has one of scale 0, even of NaN.
+    The gradient is in the dtype of the scores; ``row_scale`` is 1 if None. A fully masked row has
+    loss +inf and gradient 0. A row of scale 0 has gradient 0 even if it contains NaN.
     """
     values = scores.to(accumulation_dtype(scores.dtype))
     probs = forward(values, k)

@@ -1,6 +1,6 @@
 """Top-k softmax on CUDA. Narrow rows are searched in registers, wide ones by their peaks.
 
-README.md beside this file has the derivation; ../_triton.py the first stage on wide rows.
+README.md has the derivation; ../_triton.py the first stage for wide rows.
 """
 
 import torch
@@ -23,19 +23,19 @@ from lastlayer.kernels._triton import (
 )
 
 WIDEST_IN_REGISTERS = 8192
-# Up to here one program finds the peaks of a row and finishes it.
+# Up to this width one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
 FEW_ROWS = 1024
-# Low bits of a float32 that are 0 where it was of half precision: a search need not look at them.
+# Low bits of a float32 that are 0 if it was converted from half precision: the search skips them.
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-# First steps of a search that halve values, not their bits: the edge of usual scores is near then.
+# First steps of a search, which bisect values, not their bits: for usual scores this is faster.
 BY_VALUE = tl.constexpr(10)
-# Scores of chosen blocks that a program holds on chip; more are read again for each step.
+# Scores of chosen blocks that a program holds on chip; more are read again in each step.
 MOST_ON_CHIP = 8192
 
 
 def forward(scores: Tensor, k: int) -> Tensor:
-    """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
+    """Softmax over the ``k`` largest scores of a row (ties: lowest index first); zero elsewhere."""
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if scores.numel():
         _run(as_rows(scores), out, None, None, None, None, k)
@@ -61,14 +61,14 @@ def _run(
     rows: Tensor, out: Tensor, bias: Tensor | None, target: Tensor | None,
     row_scale: Tensor | None, losses: Tensor | None, k: int, logs: bool = False,
 ) -> None:  # fmt: skip
-    """Probabilities into ``out``, or ``logs`` of them; where a target is given, the gradient."""
+    """Writes probabilities, their ``logs``, or with a target the loss and its gradient."""
     n_rows, n = rows.shape
     k, shift = min(k, n), UNUSED_BITS[rows.dtype] if bias is None else 0
     constants = dict(
         SHIFT=shift, BIASED=bias is not None, LOSS=target is not None,
         SCALED=row_scale is not None, LOGS=logs,
     )  # fmt: skip
-    # With few rows a second launch would take longer than a program with a wide row.
+    # With few rows a second launch would take longer than one program per wide row.
     if n <= WIDEST_IN_REGISTERS or (logs and n <= WIDEST_IN_ONE_PROGRAM and n_rows <= FEW_ROWS):
         width = max(16, next_power_of_2(n))
         _forward_in_registers[(n_rows,)](
@@ -81,7 +81,7 @@ def _run(
     in_one = n <= WIDEST_IN_ONE_PROGRAM and not logs
     chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
     peaks = chosen if in_one else find_peaks(rows, None if logs else out, bias)
-    # Scores of 16 bits are often equal at the edge, and then more than k blocks stay.
+    # 16-bit scores are often equal at the edge, and then more than k blocks remain.
     expected = 2 * k if rows.element_size() == 2 else k
     group = next_power_of_2(min(expected, n_blocks))
     group = min(group, max(1, MOST_ON_CHIP // width))
@@ -94,7 +94,7 @@ def _run(
 
 @triton.jit
 def _ordered(values, SHIFT: tl.constexpr):
-    """Integers in the order of the floats, so that a search by halves ends at the exact score."""
+    """Maps floats to integers of the same order, so that bisection ends at the exact score."""
     # Adding 0 makes -0 equal to 0.
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
@@ -102,7 +102,7 @@ def _ordered(values, SHIFT: tl.constexpr):
 
 @triton.jit
 def _values(scores, bias, column, live, BIASED: tl.constexpr):
-    """Scores of a row with their biases, -inf where there is none."""
+    """Scores of a row plus bias; -inf where ``live`` is false."""
     values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
     if BIASED:
         values += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
@@ -117,14 +117,14 @@ def _lowest(SHIFT: tl.constexpr):
 
 @triton.jit
 def _value_of(key, SHIFT: tl.constexpr):
-    """That of a key, or one that differs from it in bits that are unused."""
+    """The float of a key, up to the unused bits."""
     bits = key.to(tl.int32) << SHIFT
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _middle(low, high, trips, SHIFT: tl.constexpr):
-    """Above ``low`` and not above ``high``; their difference may not fit 32 bits."""
+    """A key in (``low``, ``high``]; int64, since their difference may not fit 32 bits."""
     middle = low + ((high - low + 1) >> 1)
     mean = 0.5 * _value_of(low, SHIFT) + 0.5 * _value_of(high, SHIFT)
     by_value = _ordered(mean, SHIFT).to(tl.int64)
@@ -133,7 +133,7 @@ def _middle(low, high, trips, SHIFT: tl.constexpr):
 
 @triton.jit
 def _count(members):
-    """How many there are in a tile of one or two dimensions."""
+    """The number of true entries of a tile with one or two dimensions."""
     counts = members.to(tl.int32)
     if len(counts.shape) == 2:
         counts = tl.sum(counts, 1)
@@ -142,9 +142,9 @@ def _count(members):
 
 @triton.jit
 def _search_tile(keys, floor, top, k, SHIFT: tl.constexpr):
-    """The k-th largest key of a tile, or a value just above the k+1-th: both leave the same k.
+    """A key that exactly k keys of a tile reach; if ties prevent that, the k-th largest key.
 
-    At least k keys, and then the k-th largest, are no less than ``floor``.
+    At least k keys must be at least ``floor``.
     """
     low = floor.to(tl.int64)
     high = top.to(tl.int64)
@@ -160,7 +160,7 @@ def _search_tile(keys, floor, top, k, SHIFT: tl.constexpr):
 
 @triton.jit
 def _taken(keys, edge, at_edge):
-    """Keys above the edge, and the first ``at_edge`` that are equal to it."""
+    """Mask of the keys above the edge, and of the first ``at_edge`` keys equal to it."""
     equal = (keys == edge).to(tl.int32)
     if len(keys.shape) == 2:
         flat = tl.reshape(equal, (keys.shape[0] * keys.shape[1],))
@@ -172,7 +172,7 @@ def _taken(keys, edge, at_edge):
 
 @triton.jit
 def _best(keys, edge, k):
-    """The k largest keys of a tile, the first of equal ones."""
+    """Mask of the k largest keys of a tile; ties: lowest index first."""
     taken = keys >= edge
     if _count(taken) > k:
         taken = _taken(keys, edge, k - _count(keys > edge))
@@ -184,9 +184,9 @@ def _loss_of(
     scores, row_scale, losses, row, right, origin, total, rest, taken, broken, n,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the loss of a row; returns the gradient at its target, and what others are scaled by.
+    """Writes the loss of a row; returns the gradient of its target score, and the row's scale.
 
-    ``rest`` is what the other classes have of ``total``: from it nothing cancels.
+    ``rest`` is ``total`` without the target, summed separately so that nothing cancels.
     """
     at_target = tl.load(scores + right, mask=(right >= 0) & (right < n), other=float("nan"))
     own = at_target.to(tl.float32) - origin
@@ -194,7 +194,7 @@ def _loss_of(
     near = ratio * (1.0 - ratio * (0.5 - ratio * 0.33333334))
     loss = tl.where(ratio < 1e-2, near, tl.log(1.0 + ratio))
     loss = tl.where(taken & (ratio < 1e30), loss, tl.log(total) - own)
-    # Fully masked rows, and masked targets, cannot be met; a NaN stays one.
+    # Fully masked rows and masked targets have infinite loss; NaN stays NaN.
     loss = tl.where((total == 0.0) | (own == -float("inf")), float("inf"), loss)
     tl.store(losses + row, tl.where(broken | (own != own), float("nan"), loss))
     scale = 1.0
@@ -246,7 +246,7 @@ def _search_chosen(
     scores, bias, chosen, count, n, floor, top, k,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """As _search_tile, for more scores than the chip holds: they are read again for each step."""
+    """Like _search_tile, for more scores than fit on chip: they are read again in each step."""
     low = floor.to(tl.int64)
     high = top.to(tl.int64)
     trips = 0
@@ -266,7 +266,7 @@ def _search_chosen(
 
 @triton.jit
 def _write(out, column, probs, present, right, scale, LOSS: tl.constexpr):
-    """Probabilities, or the gradient of all classes but the target."""
+    """Writes probabilities, or the gradient of all classes but the target."""
     if LOSS:
         probs = tl.where(scale == 0.0, 0.0, probs * scale)
         present = present & (column != right)
@@ -293,14 +293,14 @@ def _forward_of_chosen(
     if LOGS:
         for first in range(0, n, BLOCKS):
             tl.store(out + first + block, -float("inf"), mask=first + block < n)
-        # Other threads write over some of them below.
+        # Other threads of this program overwrite some of them below.
         tl.debug_barrier()
     peak = tl.max(peak_of, 0)
     broken = peak == float("inf")
     keys_of_peaks = _ordered(peak_of, SHIFT)
     top = tl.max(keys_of_peaks, 0)
 
-    # k peaks are k scores, so the k-th largest score is no smaller than the k-th largest peak.
+    # k peaks are k scores, so the k-th largest score is at least the k-th largest peak.
     floor = _lowest(SHIFT)
     if k < n_blocks:
         floor = _search_tile(keys_of_peaks, floor, top, k, SHIFT)
@@ -380,6 +380,6 @@ def _forward_of_chosen(
             probs = tl.where(broken, float("nan"), probs)
             _write(out, column, probs, tl.where(broken, live, taken), right, scale, LOSS)
     if LOSS:
-        # Other threads may have written zeros there.
+        # Other threads of this program may have written a zero there.
         tl.debug_barrier()
         tl.store(out + right, short.to(out.dtype.element_ty), mask=(right >= 0) & (right < n))

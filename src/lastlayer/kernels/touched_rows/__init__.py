@@ -1,23 +1,22 @@
-"""Rows of a weight that a step touched: the sums of their gradients, and steps of optimisers.
+"""Rows of a weight that a step touches: sums of their gradients, and steps of optimisers.
 
-``forward`` adds up entries of the same class. Entries are numbered: first the vectors of
-``columns`` (c, d), each a gradient by itself; then those of ``slopes`` (n, q), a row of hidden
-times a number each. ``order`` has the entries by class, and those of group g stand from
-``starts[g]`` up to ``starts[g + 1]``. Sums are multiplied by ``factor``, a number on the device.
-``group`` makes both from the class of each entry, on a CPU; elsewhere it waits for their number.
+``forward`` sums entries of the same class. Entries are numbered: first the vectors of ``columns``
+(c, d), each a gradient; then those of ``slopes`` (n, q), each a slope times a row of hidden.
+``order`` has the entries sorted by class; those of group g are ``starts[g]`` to ``starts[g + 1]``.
+Sums are multiplied by ``factor``, a tensor with one number. ``group`` computes ``order`` and
+``starts`` from the class of each entry; on a GPU it needs a host sync.
 
-Where the host must not wait for the number of groups, ``slots_`` takes the classes themselves in
-the order of the entries, ``keys``, and one number per entry, ``numbers``: of a column what its bias
-gets, and of a row its slope. There is a slot for each entry: the sum of a class is in the first of
-its slots, and 0 in the others. ``known`` gets the keys in int64, as sparse tensors want them; with
-``scattered`` sums go to the rows of their classes instead. It has no CPU implementation: there
-nobody waits, and ``forward`` serves.
+``slots_`` needs no host sync. It takes the sorted classes of the entries, ``keys``, and one number
+per entry, ``numbers``: the bias gradient of a column, or the slope of a row. It has one slot per
+entry: the sum of a class is in its first slot, and its other slots are 0. ``known`` gets the keys
+as int64, the index dtype of sparse tensors. With ``scattered`` the sums go to the rows of their
+classes instead. It has no CPU kernel, since there ``forward`` needs no sync either.
 
-``adagrad_`` and ``adam_`` move the rows ``ids`` of ``weight`` (v, d), whose rows lie together in
-memory, by ``gradient`` (k, d). Where a row comes several times, all of these follow each other, and
-the first alone counts: it has the whole gradient of the row. Where ``ids`` is None, which the
-reference alone takes, the gradient has the shape of the weight, whatever that is. Sums and moments
-are float32, or float64 from float64.
+``adagrad_`` and ``adam_`` update the rows ``ids`` of ``weight`` (v, d), whose rows must be
+contiguous, with ``gradient`` (k, d). If an id occurs several times, its occurrences must be
+adjacent, and only the first counts: it has the whole gradient of the row. If ``ids`` is None
+(reference only), the gradient has the shape of the weight, which may be any. Sums and moments are
+float32, or float64 for float64.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Sums of the entries of each class on the CPU, one class after the other; and row-wise steps.
+"""Sums of the entries of each class, and row-wise optimiser steps, on the CPU.
 
-A step visits each row of a gradient once. Its kernels have error_model="numpy": a check of every
-divisor would keep loops from being vectorised.
+A step visits each row of a gradient once. Kernels use error_model="numpy": checks for division by
+zero would prevent vectorisation.
 """
 
 import math
@@ -17,10 +17,10 @@ from lastlayer._torch import as_numpy
 from lastlayer.kernels._cpu import as_rows, by_rows, empty
 from lastlayer.kernels._cpu_math import add_scaled, dot
 
-# Classes are sorted by digits of so many bits.
+# Bits per digit of the radix sort by class.
 _DIGIT_BITS = 11
 _DIGIT = 1 << _DIGIT_BITS
-# Entries of a class that are added up before they are added to the others.
+# Entries of a class that are summed before they are added to the total.
 _TOGETHER = 128
 
 
@@ -50,12 +50,12 @@ def _touched(
 ):  # fmt: skip
     total, some = np.empty(hidden.shape[1], slopes.dtype), np.empty(hidden.shape[1], slopes.dtype)
     scale = slopes.dtype.type(factor)
-    # The row of an entry without a division of integers, which takes long.
+    # To compute the row of an entry without a slow integer division.
     per_row = 1.0 / q
     for group in range(start, stop):
         if len(weight):
             total[:] = 0.0
-            # A few at a time: thousands of entries one by one would add up their rounding.
+            # Partial sums limit the rounding error of thousands of entries.
             for first in range(starts[group], starts[group + 1], _TOGETHER):
                 some[:] = 0.0
                 for place in range(first, min(first + _TOGETHER, starts[group + 1])):
@@ -69,7 +69,7 @@ def _touched(
                 add_scaled(total, slopes.dtype.type(1.0), some)
             weight[group] = total * scale
         if len(bias):
-            # In float64: float32 would lose 4e-5 of a sum of thousands, most of which cancel.
+            # In float64: with float32 the error is 4e-5 for sums of thousands that mostly cancel.
             level = 0.0
             for place in range(starts[group], starts[group + 1]):
                 entry = order[place]
@@ -79,7 +79,7 @@ def _touched(
 
 def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     size, kind = entries.shape[0], torch.int32 if n_classes < 2**31 else torch.int64
-    # Numbers of entries and their classes, of both sides of a pass over a digit.
+    # Indices and classes of entries: input and output of a pass of the radix sort.
     order, other = empty((size,), torch.int64), empty((size,), torch.int64)
     keys, other_keys = as_numpy(empty((size,), kind)), as_numpy(empty((size,), kind))
     rest = as_numpy(order), as_numpy(other), keys, other_keys
@@ -89,12 +89,12 @@ def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @njit(nogil=True, cache=True)
 def _group(entries, n_classes, order, other, keys, other_keys):
-    """Sorts by the digits of the classes; entries without a class come after the last one."""
+    """Radix sort by class; entries without a class come last."""
     size, passes, live = len(order), 1, 0
     while (n_classes - 1) >> (passes * _DIGIT_BITS):
         passes += 1
     counts = np.empty(_DIGIT + 1, np.int64)
-    # The last pass has to end in ``order``.
+    # The last pass must write to ``order``.
     if passes % 2 == 0:
         order, other, keys, other_keys = other, order, other_keys, keys
     last = size
@@ -135,7 +135,7 @@ def _group(entries, n_classes, order, other, keys, other_keys):
 
 @njit(nogil=True)
 def _runs(keys):
-    """The classes among sorted keys, and where each starts; where the last one ends."""
+    """The distinct classes of sorted keys, where each starts, and where the last one ends."""
     size = len(keys)
     known, starts, count = np.empty(size, np.int64), np.empty(size + 1, np.int64), 0
     for i in range(size):
@@ -173,7 +173,7 @@ def _run(
         return
     ids, gradient = _each_once(ids, gradient)
     direct = weight.dtype == wide
-    # Numba has no half precision: such rows are widened, moved, and rounded once.
+    # Numba does not support half precision: such rows are converted, updated, and rounded once.
     rows = weight if direct else weight[ids].to(wide)
     places = ids if direct else torch.arange(ids.shape[0])
     arrays = as_numpy(places), as_numpy(ids.contiguous()), as_rows(gradient.to(wide))
@@ -183,7 +183,7 @@ def _run(
 
 
 def _each_once(ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Of slots of the same row the first."""
+    """The first slot of each row."""
     again = ids[1:] == ids[:-1]
     if not bool(again.any()):
         return ids, gradient

@@ -1,4 +1,4 @@
-"""Sums of the entries of each class, and row-wise steps, in plain torch: defines the truth."""
+"""Sums of the entries of each class, and row-wise steps, in plain torch: the reference."""
 
 import math
 
@@ -12,11 +12,11 @@ def forward(
     columns: Tensor, column_biases: Tensor, slopes: Tensor, hidden: Tensor, order: Tensor,
     starts: Tensor, factor: Tensor, to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sums for weight (groups, d) and bias (groups,), times ``factor``; empty where not wanted.
+    """Gradients of weight (groups, d) and bias (groups,), times ``factor``; empty if not wanted.
 
-    ``columns`` are ``(c, d)`` with their biases ``(c,)``, ``slopes`` ``(n, q)``: both in the dtype
-    of the result. ``order``, ``(c + n q,)``, has the entries of each group from ``starts`` on;
-    those after the last group have no part.
+    ``columns`` are ``(c, d)`` with bias gradients ``(c,)``, ``slopes`` ``(n, q)``, both in the
+    dtype of the result. ``order``, ``(c + n q,)``, has the entries of group g from ``starts[g]``
+    on; entries after the last group are ignored.
     """
     groups, q = starts.shape[0] - 1, max(1, slopes.shape[1])
     c = order.shape[0] - slopes.numel()
@@ -35,7 +35,7 @@ def forward(
                 vectors[drawn] = columns[entry[drawn]]
             rest = own[~drawn]
             slope = flat[rest].unsqueeze(-1)
-            # Not a product where the slope is 0: a row that does not count may be NaN.
+            # A row that does not count has slope 0 and may be NaN.
             own_part = torch.where(slope == 0, 0.0, slope * hidden[rest // q].to(flat.dtype))
             vectors[~drawn] = own_part
             weight.index_add_(0, at, vectors)
@@ -49,14 +49,14 @@ def slots_(
     numbers: Tensor, hidden: Tensor, columns: Tensor, c: int, order: Tensor, keys: Tensor,
     factor: Tensor, weight: Tensor, bias: Tensor, known: Tensor | None, scattered: bool,
 ) -> None:  # fmt: skip
-    """The same sums, each in the first slot of its class, with 0 in the others.
+    """Writes the same sums, each to the first slot of its class, and 0 to its other slots.
 
-    ``numbers``, c + n q in any shape, have the biases of the ``c`` columns, which nobody reads
-    where no bias is wanted, and then all slopes. ``keys`` are the classes of the entries,
-    ascending, int32 or int64. To be filled are ``weight`` (c + n q, d) and ``bias`` (c + n q,), in
-    any floating dtype, empty where not wanted, and ``known`` int64 (1, c + n q) with the keys, or
-    None. With ``scattered`` weight (v, d) and bias (v,) have a row per class instead, and rows of
-    classes without an entry are left as they are.
+    ``numbers``, of any shape with c + n q elements, has the bias gradients of the ``c`` columns
+    (not read if no bias is wanted), then all slopes. ``keys`` are the classes of the entries,
+    ascending, int32 or int64. Outputs are ``weight`` (c + n q, d) and ``bias`` (c + n q,), in any
+    floating dtype, empty if not wanted, and ``known`` int64 (1, c + n q), which gets the keys, or
+    None. With ``scattered``, weight (v, d) and bias (v,) have one row per class instead, and rows
+    of classes without entries are left unchanged.
     """
     if known is not None:
         known[0] = keys
@@ -72,7 +72,7 @@ def slots_(
     sums = forward(*given, weight.dim() == 2, bias.numel() > 0)
     for out, total in zip((weight, bias), sums, strict=True):
         if out.numel():
-            # Of one class all slots have the same.
+            # All slots of a class have the same value.
             values = total[group]
             if scattered:
                 out.index_copy_(0, keys.long(), values.to(out.dtype))
@@ -83,7 +83,7 @@ def slots_(
 def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """``order`` and ``starts`` of :func:`forward`, and the class of each group, ascending.
 
-    ``entries`` has the class of each entry, int64; those of a negative one come last, in no group.
+    ``entries`` has the class of each entry, int64; negative ones come last and are in no group.
     """
     ranked, order = torch.sort(torch.where(entries < 0, n_classes, entries), stable=True)
     known, counts = torch.unique_consecutive(ranked[ranked < n_classes], return_counts=True)
@@ -94,7 +94,7 @@ def adagrad_(
     weight: Tensor, total: Tensor, ids: Tensor | None, gradient: Tensor, lr: float,
     weight_decay: float, eps: float,
 ) -> None:  # fmt: skip
-    """Adagrad with one sum a row: that of the mean squares of its gradients, ``total`` (v,)."""
+    """Adagrad with one sum per row, ``total`` (v,): of the mean squares of its gradients."""
     ids, gradient = _each_once(ids, gradient.to(total.dtype))
     squares = gradient.square()
     mean = squares.flatten(1).mean(1) if gradient.dim() > 1 else squares
@@ -109,11 +109,11 @@ def adam_(
     ids: Tensor | None, gradient: Tensor, lr: float, weight_decay: float, beta1: float,
     beta2: float, eps: float, decays: bool,
 ) -> None:  # fmt: skip
-    """Adam with a clock a row, ``row_step`` (v,) int32, and decoupled weight decay.
+    """Adam with a step counter per row, ``row_step`` (v,) int32, and decoupled weight decay.
 
-    With ``decays`` the clock shows the step of the whole run at which the row was last touched, and
-    moments decay for the steps in between; ``step`` () int64 is the one of now. Without, it counts
-    the steps of the row itself.
+    With ``decays`` the counter is the global step at which the row was last touched, and moments
+    decay for the steps since; ``step`` () int64 is the current global step. Without ``decays`` it
+    counts the steps of the row.
     """
     ids, gradient = _each_once(ids, gradient.to(first.dtype))
     before = _taken(row_step, ids)
@@ -138,7 +138,7 @@ def adam_(
 
 
 def _each_once(ids: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Of slots of the same row the first, which the host waits for."""
+    """The first slot of each row; needs a host sync."""
     if ids is None:
         return None, gradient
     first = torch.ones_like(ids, dtype=torch.bool)

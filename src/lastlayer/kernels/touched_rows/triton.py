@@ -1,9 +1,9 @@
-"""Sums of the entries of each class on CUDA, without atomics: the order of a sum is fixed.
+"""Sums of the entries of each class on CUDA, without atomics: results are deterministic.
 
-Of sorted entries the runs of frequent classes have a good part of all. Blocks of slots cut them
-into segments, each of which is one program's; a second kernel adds up the segments of the runs
-that were cut. So no program walks far, and where a run is cut depends on nothing but where it
-lies. In an optimiser's step a program takes one row of a gradient.
+The runs of frequent classes have a large part of all sorted entries. Blocks of slots cut runs into
+segments, one per program; a second kernel sums the segments of each cut run. So no program has many
+entries, and where a run is cut depends only on its position. In an optimiser step a program handles
+one row of the gradient.
 """
 
 import math
@@ -16,7 +16,8 @@ from torch import Tensor
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, load_rows, tile_width
 
-# Slots of a block, at which runs are cut; entries that a program reads together, and segments.
+# Slots per block, at whose edges runs are cut; entries per step of the first kernel; segments per
+# step of the second.
 SLOTS, SLOT_GROUP, PARTS, WIDEST_SLOT, SLOT_WARPS = 16, 2, 8, 512, 2
 WIDEST_STEP = 1024
 
@@ -28,7 +29,7 @@ def forward(
     groups, depth = starts.shape[0] - 1, hidden.shape[1]
     weight = slopes.new_zeros((groups, depth) if to_weight else 0)
     bias = slopes.new_zeros(groups if to_bias else 0)
-    # The group of each entry: sums go to the row of their group.
+    # The group of each entry: sums are scattered to the rows of their groups.
     keys = torch.repeat_interleave(starts.diff(), output_size=order.shape[0])
     c = order.shape[0] - slopes.numel()
     levels = column_biases if to_bias else slopes.new_empty(c)
@@ -48,7 +49,7 @@ def slots_(
     width = tile_width(depth, WIDEST_SLOT)
     tiles = cdiv(depth, width) if to_weight else 1
     blocks = cdiv(size, SLOTS)
-    # Two segments of a block may be parts of longer runs: its first one and its last one.
+    # Only the first and the last segment of a block may be parts of longer runs.
     levels_at = 2 * blocks * depth if to_weight else 0
     room = levels_at + 2 * blocks
     partial = torch.empty(room, device=keys.device, dtype=torch.float32)
@@ -103,7 +104,7 @@ def _segments(
             if WEIGHT:
                 vectors = load_rows(columns, entry, column_row, step, 1, drawn, inside)
                 row = ((entry - c) // q)[:, None] * hidden_row
-                # A row that does not count may hold anything.
+                # A row that does not count has slope 0 and may contain NaN.
                 counts = scaled & (slope != 0.0)
                 states = tl.load(
                     hidden + row + step[None, :] * hidden_step,
@@ -151,7 +152,7 @@ def _runs_that_were_cut(
         same = tl.load(keys + block * BLOCK + tl.arange(0, BLOCK)) == key
         slot = after - tl.sum(same.to(tl.int32), 0)
         if tl.load(keys + slot - 1, mask=slot > 0, other=-1) != key:
-            # The run starts in this block. Where does it end?
+            # The run starts in this block; find its end by bisection.
             low = after
             high = size
             for _ in range(SEARCH):
@@ -223,13 +224,13 @@ def adam_(
 
 
 def _log(beta: float) -> float:
-    # Of 0 a number whose multiples are 0 when they are exponentiated.
+    # For beta = 0: the exp of any multiple of this underflows to 0.
     return math.log(beta) if beta > 0.0 else -1e4
 
 
 @triton.jit
 def _comes_again(ids, place, row):
-    """Whether the row is that of the slot before, which has moved it."""
+    """Whether the previous slot has the same row, and updates it."""
     return tl.load(ids + place - 1, mask=place > 0, other=-1) == row
 
 
@@ -248,7 +249,7 @@ def _adagrad(
             value = tl.load(at, mask=step < depth, other=0.0).to(tl.float32)
             squares += value * value
         sums = tl.load(total + row) + tl.sum(squares, 0) / depth
-        # Every warp of the program has read the old sum before one of them writes the new one.
+        # All warps of the program must have read the old sum before one writes the new one.
         tl.debug_barrier()
         tl.store(total + row, sums)
         factor = lr / (tl.sqrt(sums) + eps)
@@ -279,7 +280,7 @@ def _adam(
             kept1, kept2 = tl.exp(missed * log1), tl.exp(missed * log2)
         else:
             now = before + 1
-        # Every warp of the program has read the clock before one of them sets it.
+        # All warps of the program must have read the counter before one writes it.
         tl.debug_barrier()
         tl.store(row_step + row, now)
         factor = lr / _one_minus_exp(now.to(tl.float32) * log1)
@@ -302,14 +303,14 @@ def _adam(
 
 @triton.jit
 def _one_minus_exp(x):
-    """1 − e^x for x < 0; by its series where the difference would cancel."""
+    """1 − e^x for x < 0; by its series near 0, where the difference would cancel."""
     series = 1.0 + x / 6.0 * (1.0 + x / 7.0 * (1.0 + x / 8.0 * (1.0 + x / 9.0)))
     series = 1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0 * (1.0 + x / 5.0 * series)))
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
 def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Waits for the number of groups; ``slots_`` does without it."""
+    """Same as the reference; needs a host sync, which ``slots_`` avoids."""
     ranked, order = torch.sort(torch.where(entries < 0, n_classes, entries), stable=True)
     known, counts = torch.unique_consecutive(ranked[ranked < n_classes], return_counts=True)
     return order, torch.nn.functional.pad(counts.cumsum(0), (1, 0)), known

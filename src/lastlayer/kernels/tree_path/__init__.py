@@ -1,9 +1,9 @@
 """The loss of classes that are paths through a binary tree, and its gradients.
 
 Class c has the path ``path_edge[path_start[c]:path_start[c + 1]]`` from the root down: at node
-``edge >> 1`` the child ``edge & 1`` is taken, the second one with probability σ(w·h + b). A row
-whose target is ``ignore_index`` has loss 0; one whose target is no class has loss NaN; neither
-has a gradient.
+``edge >> 1`` it takes the child ``edge & 1``; the second child has probability σ(w·h + b). A row
+whose target is ``ignore_index`` has loss 0; one whose target is not a class has loss NaN; both
+have gradient 0.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def _to_nodes(
 
 
 def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # What `most` says, or as many as the kernel finds.
+    # The size is `most`, or the number of nodes that the kernel finds.
     most = args[11] if len(args) > 11 else None
     touched = torch.library.get_ctx().new_dynamic_size() if most is None else most
     nodes = args[0].new_empty(1, touched, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""The loss along paths of a binary tree on the CPU: vectors are read where they are.
+"""The loss along paths of a binary tree on the CPU, without gathering vectors.
 
-Rows are taken in the order of their classes in the tree, so that neighbours share the vectors of
-most of their nodes, and the rows of a node are one run. README.md has the derivation.
+Rows are processed in the order of their classes in the tree, so that adjacent rows share the
+vectors of most of their nodes, and the rows of a node are one run. README.md has the derivation.
 """
 
 import math
@@ -37,7 +37,7 @@ def loss(
     starts, edges = _paths_in_order(order, classes, *paths, ignores, ignored)
     vectors, biases = weight.detach(), None if bias is None else bias.detach()
     if vectors.dtype != wide:
-        # Widened, each vector once: paths then go by places among these.
+        # Each touched vector is converted once, and paths are renumbered to these vectors.
         node, level, first, since = _runs_of_nodes(starts, edges, longest)
         edges = _edges_by_place(starts, edges, level, first, since)
         touched = torch.from_numpy(node)
@@ -98,7 +98,7 @@ def to_touched_nodes(
 def _loss_rows(
     start, stop, hidden, weight, bias, order, starts, edges, losses, slopes, gradient, share
 ):  # fmt: skip
-    """Of some rows, in their order, times a number; one that has no path is NaN."""
+    """Losses, slopes and gradients of some rows, times ``share``; NaN for rows without a path."""
     scale = losses.dtype.type(share)
     for at in range(start, stop):
         row = order[at]
@@ -127,7 +127,7 @@ def _loss_rows(
 @by_rows
 @njit(nogil=True, cache=True)
 def _sum_runs(start, stop, level, first, since, order, slopes, factor, hidden, weight, bias):
-    """The runs that start in a range of all their rows: it is these that threads share evenly."""
+    """Sums the runs that start in a range of rows; threads share rows evenly."""
     run = np.searchsorted(since, start)
     by_row = len(factor) > 1
     while run < len(level) and since[run] < stop:
@@ -148,7 +148,7 @@ def _sum_runs(start, stop, level, first, since, order, slopes, factor, hidden, w
 
 @njit(nogil=True, cache=True)
 def _rows_in_order(classes, rank, ignores, ignored):
-    """Rows by the rank of their class, those without one last; equal ones in their order."""
+    """Rows sorted by the rank of their class, stable; rows without a class come last."""
     n = len(classes)
     keys = np.empty(n, np.int64)
     for row in range(n):
@@ -163,7 +163,7 @@ def _rows_in_order(classes, rank, ignores, ignored):
 
 @njit(nogil=True, cache=True)
 def _paths_in_order(order, classes, path_start, path_edge, ignores, ignored):
-    """The edges of all rows, ordered, and where those of each start, ``(n + 1,)``."""
+    """The edges of all rows in the given order, and where those of each row start, ``(n + 1,)``."""
     n, n_classes = len(order), len(path_start) - 1
     starts = np.zeros(n + 1, np.int64)
     for at in range(n):
@@ -180,10 +180,10 @@ def _paths_in_order(order, classes, path_start, path_edge, ignores, ignored):
 
 @njit(nogil=True, cache=True)
 def _runs_of_nodes(starts, edges, longest):
-    """Every node on the paths, ascending: itself, its level, its first row, and its rows' number.
+    """Each node on the paths, ascending: its id, level, first row, and the row count before it.
 
-    The number is added up, ``(m + 1,)``. Nodes are numbered level by level and from left to
-    right, and rows come from left to right: sorted by level, then by first row, is ascending.
+    The last is a cumulative sum, ``(m + 1,)``. Nodes are numbered level by level and from left to
+    right, and rows are sorted from left to right; so order by level and first row is ascending.
     """
     n = len(starts) - 1
     shared = np.zeros(n + 1, np.int64)
@@ -223,7 +223,7 @@ def _runs_of_nodes(starts, edges, longest):
 
 @njit(nogil=True, cache=True)
 def _edges_by_place(starts, edges, level, first, since):
-    """The same edges, with nodes numbered by their place among those of :func:`runs_of_nodes`."""
+    """The same edges, with nodes numbered by their position in :func:`_runs_of_nodes`."""
     placed = np.empty_like(edges)
     for run in range(len(level)):
         for at in range(first[run], first[run] + since[run + 1] - since[run]):

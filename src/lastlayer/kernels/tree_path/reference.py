@@ -1,4 +1,4 @@
-"""The loss along paths of a binary tree in plain torch: defines the truth."""
+"""The loss along paths of a binary tree in plain torch: the reference."""
 
 import torch
 from torch import Tensor
@@ -13,33 +13,34 @@ def loss(
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, longest: int, to_nodes: bool,
     to_hidden: bool, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Minus the log-probability of each target, and what the gradients need.
+    """The negative log-probability of each target, and what backward needs.
 
     Args:
         hidden: ``(n, d)``.
         weight: one vector per node, ``(n_nodes, d)``.
         bias: one number per node, ``(n_nodes,)``, or None.
         target: class ids, ``(n,)``.
-        rank: the place of each class among the leaves from left to right, ``(n_classes,)``.
+        rank: position of each class among the leaves from left to right, ``(n_classes,)``.
         path_start: ``(n_classes + 1,)``, int64.
         path_edge: the paths of all classes, int32.
-        ignore_index: the target of rows that do not count, or None.
-        longest: the most nodes that a path has.
-        to_nodes: whether a gradient of weight or bias will be asked for.
-        to_hidden: whether that of hidden is.
-        mean: whether all three below are divided by the number of rows that are not ignored.
+        ignore_index: target of rows to ignore, or None.
+        longest: number of nodes of the longest path.
+        to_nodes: whether the gradient of weight or bias is needed.
+        to_hidden: whether the gradient of hidden is needed.
+        mean: whether losses, slopes and gradient are divided by the number of rows that are not
+            ignored.
 
     Returns:
-        In float32, or float64 from a float64 hidden:
+        In float32, or float64 for a float64 hidden:
 
         * losses ``(n,)``;
-        * the rows in the order of the ranks of their targets, those without a path last,
-          ``(n,)``: the rows whose path has a node are then neighbours;
-        * slopes ``(n, longest)``: σ(w·h + b) - y at each node of a row's path, y = 1 where the
-          second child is taken, and 0 beyond its end;
-        * ``sum_v slope_v weight_v`` of each row, ``(n, d)``.
+        * the rows sorted by the rank of their targets, those without a path last, ``(n,)``: rows
+          that share a node are then adjacent;
+        * slopes ``(n, longest)``: σ(w·h + b) - y at each node of a row's path, where y = 1 if it
+          takes the second child; 0 beyond the end of the path;
+        * the gradient of hidden, ``sum_v slope_v weight_v`` of each row, ``(n, d)``.
 
-        The last three are empty where they are not asked for.
+        The last three are empty if not needed.
     """
     dtype = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
@@ -80,11 +81,11 @@ def to_nodes(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of weight ``(n_nodes, d)`` and bias ``(n_nodes,)`` in ``dtype``.
 
-    Row v of the first is ``sum factor_i slope_iv hidden_i`` over the rows i whose path has v, of
-    the second ``sum factor_i slope_iv``; sums are in the dtype of slopes. They are empty without
-    ``to_weight`` and ``to_bias``. ``factor`` is the upstream gradient of each row's loss, ``(n,)``,
-    or of all together, ``()``; ``slopes`` and the order are as :func:`loss` made them, and the rest
-    is as it was given there.
+    Row v of the first is ``sum factor_i slope_iv hidden_i`` over the rows i whose path has v; of
+    the second ``sum factor_i slope_iv``. Sums are in the dtype of slopes. They are empty without
+    ``to_weight`` or ``to_bias``. ``factor`` is the upstream gradient of each row's loss, ``(n,)``,
+    or one for all, ``()``. ``slopes`` and the order are results of :func:`loss`; the other
+    arguments are the same as there.
     """
     _, known = _kinds(target, path_start, ignore_index)
     node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])
@@ -99,11 +100,11 @@ def to_touched_nodes(
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
     to_weight: bool, to_bias: bool, most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The nodes on the paths, ascending, ``(1, m)``, and their rows of what :func:`to_nodes` gives.
+    """The nodes on the paths, ascending, ``(1, m)``, and their rows of :func:`to_nodes`.
 
-    Args are those of :func:`to_nodes`, less ``n_nodes``, and ``most``: where it is given, there is
-    room for so many nodes, and what is left of it is zeros of node 0. Else m is their number,
-    which the host has to know.
+    Arguments are those of :func:`to_nodes` without ``n_nodes``, and ``most``: the number of nodes
+    to allocate, padded with zeros for node 0. If it is None, m is the number of nodes found, which
+    needs a host sync.
     """
     _, known = _kinds(target, path_start, ignore_index)
     node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])
@@ -126,8 +127,8 @@ def _sums(
     bias = slopes.new_zeros(n_nodes if to_bias else 0)
     if not n_nodes:
         return weight, bias
-    # Level by level: the product of all is never held. Padding adds 0 to the first node, also where
-    # a state is infinite.
+    # Level by level, so that the product for all levels is never stored. Padding adds 0 to the
+    # first node, even if a state is infinite.
     for level in range(slopes.shape[1]):
         if to_weight:
             moved = torch.where(inside[:, level, None], slopes[:, level, None] * states, 0.0)
@@ -148,7 +149,7 @@ def _kinds(target: Tensor, path_start: Tensor, ignore_index: int | None) -> tupl
 def _paths(
     target: Tensor, known: Tensor, path_start: Tensor, path_edge: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes ``(n, longest)``, whether their second child is taken, and which there are.
+    """Nodes ``(n, longest)``, whether their second child is taken, and which are on the path.
 
     Padding is node 0.
     """

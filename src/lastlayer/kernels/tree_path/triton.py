@@ -1,10 +1,10 @@
-"""The loss along paths of a binary tree on CUDA, without atomics: the order of a sum is fixed.
+"""The loss along paths of a binary tree on CUDA, without atomics: results are deterministic.
 
-* ``_losses_of_rows``: a program has one row, its hidden state in registers, and gathers the vectors
-  of a few nodes of its path at a time. The gradient of hidden comes out of the same pass.
-* Rows are sorted by their class's place in the tree, so that those of a node are one run. The runs
-  are cut at every ``tile`` rows: ``_sum_tiles`` adds up the pieces, and writes those that are a
-  whole run; ``_sum_pieces`` adds up the pieces of the others, from left to right.
+* ``_losses_of_rows``: a program handles one row, with its hidden state in registers, and gathers
+  the vectors of a few nodes per step. The same pass computes the gradient of hidden.
+* Rows are sorted by the position of their class in the tree, so that the rows of a node are one
+  run. Runs are cut every ``tile`` rows: ``_sum_tiles`` sums the pieces, and writes those that are
+  complete runs; ``_sum_pieces`` sums the pieces of the others, from left to right.
 
 README.md has the derivation.
 """
@@ -26,10 +26,10 @@ from lastlayer.kernels._triton import (
     tile_width,
 )
 
-# Rows between two cuts; more where the pieces of long runs would take too much memory.
+# Rows between two cuts; more if the pieces of long runs would take too much memory.
 TILE, WIDEST_TILE, PIECE_NUMBERS = 64, 1024, 1 << 25
-# Levels of a row that a program has, and the rows that it reads at a time; pieces of a run that it
-# reads at a time; and how many numbers of each.
+# Levels of a row per program, and rows per step of it; pieces per step of the second kernel; and
+# the largest width of a tile of vectors.
 LEVELS, ROWS, PIECES, WIDEST = 4, 4, 16, 512
 
 
@@ -47,7 +47,7 @@ def loss(
     ignored, ignores = ignore_index or 0, ignore_index is not None
     if not n:
         return losses, target.new_empty(0), slopes, gradient
-    # 1 / the rows that count is known before where their targets need not be looked at.
+    # The number of rows that count is known in advance if no target is ignored.
     counts = mean and ignores
     order = share = None
     if to_nodes or counts:
@@ -59,7 +59,7 @@ def loss(
         )  # fmt: skip
         order = keys.sort(stable=True).indices if to_nodes else None
     width = max(16, next_power_of_2(depth))
-    # A warp or two: a row is little work, and many rows at a time hide the wait for a gather.
+    # One or two warps: a row is little work, and many rows in parallel hide the latency of gathers.
     nodes = max(1, min(16, 1024 // width, next_power_of_2(longest)))
     _losses_of_rows[(n,)](
         hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient, share,
@@ -76,7 +76,7 @@ def to_nodes(
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, n_nodes: int,
     dtype: torch.dtype, to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As the reference's. The host waits for nothing."""
+    """Same as the reference, without a host sync."""
     weight = slopes.new_zeros(n_nodes if to_weight else 0, hidden.shape[1], dtype=dtype)
     bias = slopes.new_zeros(n_nodes if to_bias else 0, dtype=dtype)
     tile = _tile(slopes, hidden)
@@ -90,7 +90,7 @@ def to_touched_nodes(
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
     to_weight: bool, to_bias: bool, most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the reference's. The host waits for the number of nodes, unless there is room for most."""
+    """Same as the reference. Needs a host sync for the number of nodes if ``most`` is None."""
     tile = _tile(slopes, hidden)
     runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], tile, True)
     new, m = slopes.new_zeros, most
@@ -115,12 +115,12 @@ def _runs(
     target: Tensor, order: Tensor, path_start: Tensor, path_edge: Tensor, ignore_index: int | None,
     longest: int, tile: int, placed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of each row, in order, where its path starts.
+    """Start of the path of each row in order; concatenated int32 tables; and positions of nodes.
 
-    Then int32, one after the other: how many nodes each path has (n), and how many of them are
-    those of the row before it (n); which runs go through a tile (tiles, longest), to be filled; and
-    where ``placed``, which nodes come up first (longest, n). The third result is how many come up
-    first at this level and row, or before.
+    The tables are: the number of nodes of each path (n); how many of them it shares with the row
+    before (n); whether a run passes through a tile (tiles, longest), which is filled later; and if
+    ``placed``, whether a run starts at a level and row (longest, n). The third result is the
+    cumulative sum of the last table: the positions of nodes in a row-sparse gradient, plus 1.
     """
     n, device = order.shape[0], target.device
     start = torch.empty(n, device=device, dtype=torch.int64)
@@ -140,14 +140,14 @@ def _add_up(
     runs: tuple[Tensor, ...], tile: int, slopes: Tensor, factor: Tensor, hidden: Tensor,
     order: Tensor, path_edge: Tensor, weight: Tensor, bias: Tensor, touched: Tensor | None,
 ) -> None:  # fmt: skip
-    """Writes sums into the rows of weight and bias, and which nodes they are of."""
+    """Writes sums to the rows of weight and bias, and the ids of their nodes to ``touched``."""
     (n, longest), depth = slopes.shape, hidden.shape[1]
     to_weight, to_bias = weight.numel() > 0, bias.numel() > 0
     if not n or not (to_weight or to_bias):
         return
     hidden, tiles = in_rows(hidden), cdiv(n, tile)
-    # Of the run that starts in a tile and goes on, and of the one that came in, at each level:
-    # vectors, and behind them biases.
+    # Pieces of the run that starts in a tile and continues, and of the one from an earlier tile, at
+    # each level: first all vectors, then all biases.
     biases_at = 2 * tiles * longest * depth if to_weight else 0
     pieces = torch.empty(biases_at + 2 * tiles * longest, device=slopes.device, dtype=torch.float32)
     width = tile_width(depth, WIDEST)
@@ -170,7 +170,7 @@ def _add_up(
 
 @triton.jit
 def _path_of(target, path_start, row, live, n_classes, ignored, IGNORES: tl.constexpr):
-    """Where the path of each row starts and stops; 0 and 0 for a target that is no class."""
+    """Start and end of the path of each row; 0 and 0 if the target is not a class."""
     chosen = tl.load(target + row, mask=live, other=-1)
     known = live & (chosen >= 0) & (chosen < n_classes)
     if IGNORES:
@@ -183,7 +183,7 @@ def _path_of(target, path_start, row, live, n_classes, ignored, IGNORES: tl.cons
 def _sort_keys(
     target, rank, keys, share, n, n_classes, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The place of each row's class among the leaves; the last program counts rows."""
+    """Writes the rank of each row's class; the last program counts rows that are not ignored."""
     if tl.program_id(0) < tl.num_programs(0) - 1:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         chosen = tl.load(target + row, mask=row < n, other=-1)
@@ -209,7 +209,7 @@ def _losses_of_rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if ORDERED:
-        # Neighbours share most of their paths, and find their vectors in the cache.
+        # Adjacent rows share most of their paths, so their vectors are in the cache.
         row = tl.load(order + row)
     first, stop, chosen = _path_of(target, path_start, row, row >= 0, n_classes, ignored, IGNORES)
     if share is not None:
@@ -249,7 +249,7 @@ def _losses_of_rows(
         tl.store(gradient + row * depth + step, summed, mask=inside)
     lost = tl.sum(total, 0) * scale
     if first == stop:
-        # Ignored, or no class at all.
+        # The target is ignored, or not a class.
         lost = float("nan")
         if IGNORES:
             if chosen == ignored:
@@ -263,7 +263,7 @@ def _compare_paths(
     IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
     PLACED: tl.constexpr,
 ):  # fmt: skip
-    """How many nodes each row shares with the one before it, and which come up first in it."""
+    """Computes how many nodes each row shares with the row before it, and where runs start."""
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = at < n
     row = tl.load(order + at, mask=live, other=0)
@@ -281,7 +281,7 @@ def _compare_paths(
         both = step[None, :] < tl.minimum(length, length_before)[:, None]
         mine = tl.load(path_edge + first[:, None] + step[None, :], mask=both, other=0)
         theirs = tl.load(path_edge + first_before[:, None] + step[None, :], mask=both, other=0)
-        # A node is on one level, and has one path above it: nothing is equal below a difference.
+        # Each node has only one path from the root: below a difference no nodes are equal.
         common += tl.sum((both & ((mine >> 1) == (theirs >> 1))).to(tl.int32), 1)
     tl.store(starts + at, first, mask=live)
     tl.store(ints + at, length, mask=live)
@@ -304,15 +304,15 @@ def _sum_tiles(
     TILE: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The runs that start at one row, and those cut there, each up to the end of the tile.
+    """Sums the runs that start at one row, or are cut there, up to the end of the tile.
 
-    A program has some levels of one row: their runs start together, and share what is read.
+    A program handles some levels of one row: their runs start together, and share hidden states.
     """
     at = tl.program_id(0)
     tile = at // TILE
     shared = ints + n
     own = tl.load(shared + at)
-    # At a cut, runs that came in are taken as well.
+    # At the first row of a tile, runs from earlier tiles are included.
     low = tl.where(at % TILE == 0, 0, own)
     length = tl.load(ints + at)
     first_level = tl.program_id(1) * LEVELS
@@ -336,7 +336,7 @@ def _sum_tiles(
                 mine = taken & (first + one < end)
                 slope = tl.load(slopes + row * longest + level, mask=mine, other=0.0)
                 slope *= tl.load(factor + row * factor_step).to(tl.float32)
-                # A NaN of a row that is not in the run does not reach it.
+                # Masked, so that a NaN of a row outside of the run does not enter its sum.
                 counted += tl.where(mine, slope, 0.0)
                 if TO_WEIGHT:
                     read = step < tl.where(live, depth, 0)
@@ -370,7 +370,7 @@ def _sum_pieces(
     longest, TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A run that starts in the tile before this one and goes on: its pieces, left to right."""
+    """Sums the pieces of a run that starts in the previous tile, from left to right."""
     tile = tl.program_id(0) + 1
     at = tile * TILE
     shared = ints + n
@@ -379,7 +379,7 @@ def _sum_pieces(
     if tl.load(shared + at) > this:
         before = tl.load(shared + at - TILE + tl.arange(0, TILE))
         if tl.min(before, 0) <= this:
-            # One level, as a block of one.
+            # One level, as a block of size 1.
             level = this + tl.arange(0, 1)
             step = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
             inside = step < depth
@@ -397,7 +397,7 @@ def _sum_pieces(
                 if going == 1:
                     some = first + tl.arange(0, GROUP)
                     on = tl.load(through + some * longest + this, mask=some < tiles, other=0)
-                    # The first that does not go on is the last piece.
+                    # The first piece that does not continue is the last one.
                     last = tl.min(tl.where(on == 0, some, tiles), 0)
                     live = (some <= last) & (some < tiles)
                     piece = (tiles + some).to(tl.int64) * longest + this
@@ -419,12 +419,12 @@ def _write(
     vectors, numbers, at, level, whole, step, inside, starts, place, path_edge, touched, weight,
     bias, n, depth, PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of runs that have row ``at`` on some levels, to where they belong."""
+    """Writes the sums of the runs that contain row ``at`` on some levels."""
     edge = tl.load(path_edge + tl.load(starts + at) + level, mask=whole, other=0)
     to = (edge >> 1).to(tl.int64)
     if PLACED:
         node = to
-        # No other node of the level comes up first between the start of the run and this row.
+        # On this level no other run starts between the start of this run and this row.
         to = tl.load(place + level.to(tl.int64) * n + at, mask=whole, other=1).to(tl.int64) - 1
         tl.store(touched + to, node, mask=whole)
     if TO_WEIGHT:

@@ -1,18 +1,18 @@
-"""Rows of scores and labels to ZLPR and its gradient, and slabs of scores.
+"""ZLPR of rows of scores and labels, its gradient, and both on slabs of scores.
 
-Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
-[0, 1]; or it is None, and ``lists`` has the classes of padded lists ``(rows, m)``; or classes
+Scores are ``(rows, n)``. Labels are ``target`` of that shape: bool, integers 0 and 1, or floating
+in [0, 1]. If it is None, ``lists`` has the classes of padded lists ``(rows, m)``; or classes
 ``(k,)`` and where each row starts; or classes, rows and starts in the form of ``Lists.flat``.
-Listed classes have the label in ``values`` (1 where it is None) and all others ``smoothing``. Ids
-that are negative do not count. Where labels are 0 and 1 lists need no order, and a class may come
-twice.
-``mask``, bool of the shape of the scores, says which classes count. Forward gives the loss of each
-row, four numbers per row from which backward goes on (peak and sum of the negatives, peak and sum
-of the positives), and with a mask whether anything counts in the row. Backward takes one upstream
-number per row, or one for all.
+Listed classes have the label in ``values`` (1 if it is None) and all others ``smoothing``. Negative
+ids are padding. If labels are 0 and 1, lists need no order, and a class may occur twice.
 
-A slab has the scores of some of the labels, where all labels of a row are never held together. A
-score of -inf counts for nothing there and has the gradient 0: so are the listed labels left out.
+``mask``, bool of the shape of the scores, is True for classes that count. Forward returns the loss
+of each row, four numbers per row for backward (peak and sum of the negatives, peak and sum of the
+positives), and with a mask whether any class of the row counts. Backward takes one upstream
+gradient per row, or one for all.
+
+A slab has the scores of some of the labels, if the scores of all are never stored at once. A score
+of -inf adds nothing there and has gradient 0; this is how listed labels are excluded.
 """
 
 import torch

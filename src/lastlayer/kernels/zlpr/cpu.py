@@ -1,7 +1,7 @@
 """ZLPR on the CPU: one pass over a row forward, one backward, in spans that stay in the cache.
 
-Rows with a score far on its wrong side are passed again, with the peaks of their exponents.
-Slabs take torch's vectorised functions, on as many rows as a cache holds.
+Rows with an exponent above 60 take a second pass, with running maxima. Slabs use torch's vectorised
+functions, on as many rows as fit the cache.
 """
 
 import math
@@ -25,12 +25,12 @@ from lastlayer.kernels._cpu_labels import (
 )
 from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, sum_of
 
-# Numbers of a slab that a cache holds.
+# Numbers of a slab that fit the cache.
 _IN_CACHE = 1 << 16
-# exp of this, times any number of classes, is far from the ends of float32.
+# exp of this, times any number of classes, does not overflow float32.
 _FAR, _NEAR = 60.0, math.exp(-60.0)
 _LARGE = math.exp(60.0)
-# In the place of lists where there are none.
+# Arguments of the kernels if there are no lists.
 _NO_CLASSES = np.empty(0, np.int64)
 _NO_VALUES = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
@@ -78,7 +78,7 @@ def backward(
 
 
 def _rows_of(scores, target, lists, values, mask, smoothing):
-    """Parts of the rows: scores, mask, target, classes, values and starts of lists, smoothing."""
+    """Yields a slice of rows (None for all), and the first arguments of the kernels for them."""
     dtype = accumulation_dtype(scores.dtype)
     if target is not None:
         for part, rows, labels, shown in labelled_rows(scores, target, mask):
@@ -89,7 +89,7 @@ def _rows_of(scores, target, lists, values, mask, smoothing):
         starts = np.arange(len(rows) + 1) * lists[0].shape[1]
     else:
         starts = as_array(lists[-1])
-    # An array of no labels says by its type what labels are: 0 and 1, or numbers.
+    # The dtype of an empty target tells whether labels are 0 and 1, or floating.
     hard = values is None and smoothing == 0.0
     none = np.empty((0, 0), np.uint8 if hard else rows.dtype)
     labels = np.ones(len(classes), rows.dtype) if values is None else as_array(values, dtype)
@@ -98,7 +98,7 @@ def _rows_of(scores, target, lists, values, mask, smoothing):
 
 @njit(nogil=True, inline="always")
 def _labels_of(row, target, scratch, classes, values, starts):
-    """The labels of a row: its own, or those of its list on top of what the others have."""
+    """The labels of a row: of the target, or ``scratch`` with the labels of its list set."""
     if len(starts) == 0:
         return target[row]
     for place in range(starts[row], starts[row + 1]):
@@ -196,14 +196,14 @@ def _backward_rows(
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sums(x, labels):
-    """Both sums, for exponents up to 60; at least exp(60) where there is one beyond."""
+    """Both sums if all exponents are at most 60; otherwise one of them is at least exp(60)."""
     real = x.dtype.type
     zero, one, top, near = real(0.0), real(1.0), real(_FAR + 1.0), real(_NEAR)
     up, down = zero, zero
     if not between(labels):
         for i in range(len(x)):
             exponent = -x[i] if labels[i] != zero else x[i]
-            # Comparisons that let a NaN through.
+            # This comparison keeps NaN.
             power = exp(top if exponent > top else exponent)
             up += power * (one - labels[i])
             down += power * labels[i]
@@ -217,13 +217,13 @@ def _sums(x, labels):
         down += below * labels[i]
         weight = labels[i] if x[i] < zero else one - labels[i]
         far += zero if weight == zero or small >= near else one
-    # A NaN is nowhere.
+    # Sums that are NaN are returned unchanged.
     return (up, down) if far == zero or up + down != up + down else (real(2.0 * _LARGE), down)
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _slopes(x, labels, factors, out):
-    """The gradient where no exponent is beyond 60."""
+    """The gradient if no exponent is above 60."""
     real = x.dtype.type
     zero, one, near = real(0.0), real(1.0), real(_NEAR)
     left, right = factors
@@ -242,7 +242,7 @@ def _slopes(x, labels, factors, out):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _split(x, labels, up, down):
-    """The exponents of both sums; -inf where a class has no part in one."""
+    """The exponents of both sums; -inf if a class is not in the sum."""
     real = x.dtype.type
     never, zero, one = real(-math.inf), real(0.0), real(1.0)
     for i in range(len(x)):
@@ -252,7 +252,10 @@ def _split(x, labels, up, down):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _onto(peak, total, x, labels, sign, lanes):
-    """A sum and its origin, with a span added; ``sign`` is that of the labels in the weights."""
+    """Adds a span to a sum relative to a running peak.
+
+    The weights are the labels if ``sign`` > 0, else 1 - labels.
+    """
     top = largest(x, lanes, 0.0)
     if top > peak:
         total *= math.exp(peak - top)
@@ -274,7 +277,7 @@ def _slopes_from(up, down, labels, peaks, factors, out):
 
 @njit(nogil=True)
 def _distance(x, peak):
-    # The same infinity twice is a distance of 0.
+    # 0 for equal infinities, whose difference would be NaN.
     return np.float32(0) if x == peak else x - peak
 
 
@@ -308,7 +311,7 @@ def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor |
 
 
 def _logsumexp(values: Tensor) -> Tensor:
-    """That of each row; torch's own takes twice as long."""
+    """logsumexp of each row; torch's function takes twice as long."""
     peak = values.amax(-1)
     origin = torch.where(peak == -torch.inf, 0.0, peak)
     return (values - origin.unsqueeze(-1)).exp_().sum(-1).log_().add_(origin)

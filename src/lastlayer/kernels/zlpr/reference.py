@@ -1,4 +1,4 @@
-"""ZLPR in plain torch: defines the truth. Scores, targets and values can be differentiated."""
+"""ZLPR in plain torch: the reference. Differentiable by scores, targets and values."""
 
 import math
 
@@ -16,7 +16,7 @@ def forward(
 ) -> Rows:  # fmt: skip
     """Losses ``(rows,)``, stats ``(4, rows)``, and which rows have a class that counts.
 
-    The last is empty without a mask.
+    The last result is empty without a mask.
     """
     target = dense_target(scores, target, lists, values, smoothing)
     losses, stats, counts = losses_of(scores, target, mask)
@@ -24,7 +24,7 @@ def forward(
 
 
 def losses_of(scores: Tensor, target: Tensor, mask: Tensor | None) -> Rows:
-    """As ``forward``, from a target; rows that count are there without a mask too."""
+    """Like ``forward`` with a dense target; returns which rows count even without a mask."""
     negatives, positives, allowed = _sides(scores, target, mask)
     below, *left = _log_one_plus(*_terms(*negatives))
     above, *right = _log_one_plus(*_terms(*positives))
@@ -32,7 +32,7 @@ def losses_of(scores: Tensor, target: Tensor, mask: Tensor | None) -> Rows:
 
 
 def gradient(scores: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """The derivative of each row's loss by its scores, which can be differentiated further."""
+    """The derivative of each row's loss by its scores; itself differentiable."""
     negatives, positives, allowed = _sides(scores, target, mask)
     slope = _shares(*_terms(*negatives)) - _shares(*_terms(*positives))
     return torch.where(allowed, slope, 0.0)
@@ -42,9 +42,9 @@ def backward(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float, _stats: Tensor, grad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the scores, in their dtype; the stats are made again.
+    """The gradient of the scores, in their dtype; recomputes the stats.
 
-    ``grad`` has one number per row, or one for all.
+    ``grad`` has one number per row, or one for all rows.
     """
     row, target = grad.reshape(-1, 1), dense_target(scores, target, lists, values, smoothing)
     product = torch.where(row == 0, 0.0, gradient(scores, target, mask) * row)
@@ -55,7 +55,7 @@ def dense_target(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     smoothing: float,
 ) -> Tensor:  # fmt: skip
-    """Labels of the shape of the scores; listed entries out of range do not count."""
+    """Labels of the shape of the scores; listed ids out of range are ignored."""
     if target is not None:
         return target
     n_rows, n = scores.shape
@@ -72,7 +72,7 @@ def dense_target(
 
 
 def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Rows, Rows, Tensor]:
-    """What is summed for negatives and for positives: exponents, weights, and what takes part."""
+    """Exponents, weights and masks of the sums of negatives and positives; and the mask."""
     dtype = accumulation_dtype(scores.dtype)
     scores, labels = scores.to(dtype), target.to(dtype)
     allowed = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
@@ -81,12 +81,12 @@ def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Rows, R
 
 
 def _terms(x: Tensor, weight: Tensor, keep: Tensor) -> Rows:
-    """``weight · exp(x - peak)``, the peak, and the sum with what 1 is beside them."""
+    """``weight · exp(x - peak)``, the peak, and the term 1 on the same scale, ``exp(-peak)``."""
     if x.shape[-1]:
         peak = torch.where(keep, x, 0.0).detach().amax(-1).clamp(min=0.0)
     else:
         peak = x.new_zeros(x.shape[:-1])
-    # What does not take part is replaced before, so that no derivative is 0 · NaN.
+    # Masked values are replaced first, so that no derivative is 0 · NaN.
     finite = keep & (x != math.inf)
     distance = torch.where(finite, x, 0.0) - torch.where(finite, peak.unsqueeze(-1), 0.0)
     return torch.where(keep, weight, 0.0) * distance.exp(), peak, torch.exp(-peak)
@@ -108,7 +108,7 @@ def _shares(terms: Tensor, _peak: Tensor, one: Tensor) -> Tensor:
 
 
 def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
-    """The logsumexp of each row (rows, labels), and that of minus the row, or an empty tensor."""
+    """The logsumexp of scores (rows, labels), and that of minus the scores or an empty tensor."""
     values = scores.to(accumulation_dtype(scores.dtype))
     if not negated:
         return values.logsumexp(-1), values.new_empty(0)
@@ -116,7 +116,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
 
 
 def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
-    """``scores`` (rows, labels) become the gradient; the rest has one number per row."""
+    """Overwrites ``scores`` (rows, labels) with the gradient; other arguments are per row."""
     values = scores.to(accumulation_dtype(scores.dtype))
     gradient = torch.exp(values - above.unsqueeze(-1))
     if below is not None:

@@ -1,8 +1,7 @@
-"""ZLPR on CUDA: how labels and rows are laid out, the launches, and the kernels.
+"""ZLPR on CUDA: layout of labels and rows, launches, and kernels.
 
-Forward a row is read once, unless a score is far on its wrong side; README.md says why the first
-reading needs no maximum. Backward a tile is read and written once. Of a slab a program takes a
-piece of one row.
+Forward reads a row once, unless an exponent is above 60; README.md says why the first pass needs no
+maximum. Backward reads and writes each tile once. In a slab a program handles a part of one row.
 """
 
 import torch
@@ -28,11 +27,12 @@ from lastlayer.kernels._triton import (
 )
 
 LIST = 64
-# What a reading of a row is for: sums, peaks where one is far, or sums from these.
+# What a pass over a row computes: sums; peaks, if an exponent is above FAR; or sums relative to
+# these peaks.
 SUMS, PEAKS, SUMS_FROM_PEAKS = (tl.constexpr(kind) for kind in range(3))
-# exp of this, times any number of classes, is far from the ends of float32.
+# exp of this, times any number of classes, does not overflow float32.
 FAR = tl.constexpr(60.0)
-# Scores of a slab that a program looks at in all.
+# Scores of a slab that one program handles.
 SHARE = 16 * SCORES_A_PROGRAM
 
 
@@ -89,7 +89,7 @@ def backward(
 
 
 def _labels(scores, target, lists, values, smoothing):
-    """Where labels come from, and they: of lists one bit a class says whether it is listed."""
+    """The kind of labels, and their tensors; lists become one bit per class."""
     if target is not None:
         return *labels_of(target), None, None, None, 0.0
     classes, starts = lists[0].contiguous(), None if len(lists) == 1 else lists[-1].contiguous()
@@ -113,13 +113,13 @@ def _set_bits(
     classes, starts, bits, m, k, n, words,
     PADDED: tl.constexpr, WIDTH: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """One bit for each class of a row that is listed, in any order and however often."""
+    """Sets one bit per listed class of a row; order and duplicates do not matter."""
     row = tl.program_id(0).to(tl.int64)
     bits += row * words
     for first in range(0, words, WIDTH):
         word = first + tl.arange(0, WIDTH)
         tl.store(bits + word, tl.zeros((WIDTH,), dtype=tl.int32), mask=word < words)
-    # Other threads of this program set bits in what this one has cleared.
+    # Other threads of this program set bits that this thread has cleared.
     tl.debug_barrier()
     if PADDED:
         begin = row * m
@@ -136,7 +136,7 @@ def _set_bits(
 
 
 def _tile_of(n, kind):
-    """Rows and columns that a program looks at together; one row where it has a list."""
+    """Rows and columns of a tile; a single row if labels are lists with values."""
     width = tile_width(n, SCORES_A_PROGRAM)
     return (1 if kind == LISTED.value else SCORES_A_PROGRAM // width), width
 
@@ -161,7 +161,7 @@ def _load_listed(
 
 @triton.jit
 def _list_of(starts, row, part, KIND: tl.constexpr):
-    """Where the list of the one row begins and ends; the first part of a row has it."""
+    """Begin and end of the list of a row; only the first part of a row handles it."""
     begin = tl.zeros((), dtype=tl.int64)
     end = begin
     if KIND == LISTED:
@@ -173,7 +173,7 @@ def _list_of(starts, row, part, KIND: tl.constexpr):
 
 @triton.jit
 def _exp_from(x, origin):
-    # The same infinity twice is a distance of 0.
+    # 0 for equal infinities, whose difference would be NaN.
     return tl.exp2(tl.where(x == origin, 0.0, x - origin) * LOG2E)
 
 
@@ -181,7 +181,10 @@ def _exp_from(x, origin):
 def _add(
     value, label, keep, top, up, down, up_peak, down_peak, KIND: tl.constexpr, PASS: tl.constexpr
 ):
-    """Over negatives (up) and positives (down) sums, or the largest exponents; and that of both."""
+    """Adds a tile to the sums (or maxima) of negatives (up) and positives (down).
+
+    ``top`` is the largest exponent so far.
+    """
     if PASS == PEAKS:
         if (KIND == HARD) or (KIND == BITS):
             is_negative, is_positive = keep & ~label, keep & label
@@ -206,7 +209,7 @@ def _add(
             up_share, down_share = tl.exp2(negative * LOG2E), tl.exp2(positive * LOG2E)
         else:
             up_share, down_share = _exp_from(negative, up_peak), _exp_from(positive, down_peak)
-        # A label of a class that does not count may be anything.
+        # The label of a masked class may have any value, even NaN.
         up += tl.where(keep, 1.0 - label, 0.0) * up_share
         down += tl.where(keep, label, 0.0) * down_share
     return top, up, down
@@ -227,9 +230,9 @@ def _sweep(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     LIST: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """One reading: the largest exponent, both sums or peaks, and whether anything counts.
+    """One pass over rows: the largest exponent, both sums or peaks, and whether any class counts.
 
-    Peaks are at least that of the 1 beside the sums, which is 0.
+    Peaks are at least 0, the exponent of the 1 that is added to the sums.
     """
     top = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     up = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -271,7 +274,7 @@ def _sweep(
 
 @triton.jit
 def _log_one_plus(peak, total):
-    """``log(1 + sum)``, where the sum is ``total · exp(peak)``."""
+    """``log(1 + total · exp(peak))``."""
     series = total * (1.0 - total * (0.5 - total * (0.33333334 - total * (0.25 - total * 0.2))))
     plain = tl.where(total < 0.03125, series, tl.log(1.0 + total))
     return tl.where(peak > 0.0, peak + tl.log(total + tl.exp(-peak)), plain)
@@ -284,7 +287,7 @@ def _store_row(
 ):  # fmt: skip
     loss = _log_one_plus(up_peak, up) + _log_one_plus(down_peak, down)
     tl.store(losses + row, loss, mask=live)
-    # A NaN on one side makes the gradient of both.
+    # NaN in one of the sums makes the whole gradient NaN.
     nothing = tl.where(loss != loss, float("nan"), 0.0)
     tl.store(stats + row, up_peak, mask=live)
     tl.store(stats + n_rows + row, up + tl.exp(-up_peak) + nothing, mask=live)
@@ -349,7 +352,7 @@ def _sum_rows(
 def _merge_parts(
     pieces, losses, stats, counts, n_rows, parts, PARTS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The parts of a row to its sums."""
+    """Merges the sums of the parts of a row."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     part = tl.arange(0, PARTS)[None, :]
     here = part < parts
@@ -471,9 +474,9 @@ def _slab_sums(
 
 @triton.jit
 def _added(values, peak, total):
-    """The running maximum, and sums of exponentials relative to it."""
+    """Adds values to a running maximum and the sums of exponentials relative to it."""
     grown = tl.maximum(peak, tl.max(values, 0))
-    # -inf everywhere so far: nothing to scale, and no difference of infinities.
+    # While all values are -inf, subtract 0, not -inf, which would give NaN.
     origin = tl.where(grown == -float("inf"), 0.0, grown) * LOG2E
     shrink = tl.exp2(peak * LOG2E - origin)
     return grown, total * shrink + tl.exp2(values * LOG2E - origin)
