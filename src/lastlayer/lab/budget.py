@@ -1,4 +1,4 @@
-"""How long each head trains: ``2000steps``, ``3epochs``, or a time that is turned into steps."""
+"""How long each head trains: ``2000steps``, ``3epochs``, or a time that is converted to steps."""
 
 import re
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ _UNITS: dict[str, tuple[Kind, float]] = {
     **dict.fromkeys(("step", "steps"), ("steps", 1.0)),
     **dict.fromkeys(("epoch", "epochs"), ("epochs", 1.0)),
 }  # fmt: skip
-# When a run is validated, as shares of its steps: often at the start, where most is learned, and
+# Fractions of the steps at which a run is validated: dense at the start, where most is learned, and
 # near the end, to see whether the curve is still falling.
 _JUDGED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.875, 1.0)
-# Number of points of the training loss.
+# How often the training loss is recorded in a run.
 _TOLD = 100
 
 
@@ -26,7 +26,7 @@ _TOLD = 100
 class Budget:
     """An amount of training, the same for every head: steps, epochs, or a time.
 
-    A time is that of the slowest head: all heads make the steps that it makes in this time.
+    A time is the training time of the slowest head: all heads make as many steps as it does.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class Budget:
         return cls(kind, amount)
 
     def steps(self, steps_per_epoch: int, slowest_ms: float | None = None) -> int:
-        """How many steps every head makes; a time needs that of the slowest head's step."""
+        """Number of steps of every head; a time budget needs the slowest head's step time."""
         if self.kind == "seconds":
             if slowest_ms is None:
                 raise ValueError("slowest_ms: expected the time of a step, got None")
@@ -62,7 +62,7 @@ class Budget:
 
 
 class Schedule:
-    """When a run of so many steps is validated, and when its training loss is recorded."""
+    """The steps of a run at which it is validated, and at which its training loss is recorded."""
 
     def __init__(self, steps: int) -> None:
         self.total = steps
@@ -70,5 +70,5 @@ class Schedule:
         self.told = {round(i / _TOLD * steps) for i in range(1, _TOLD + 1)}
 
     def steps_to_next(self, step: int) -> int:
-        """Steps to the next point of either kind; 0 at the end."""
+        """Steps until the next validation or recorded loss; 0 at the end."""
         return min((at for at in self.judged | self.told if at > step), default=step) - step
