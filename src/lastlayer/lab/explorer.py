@@ -1,4 +1,4 @@
-"""Predictions of a head for a dozen contexts or rows of the test part, with the targets."""
+"""Predictions of a head for twelve contexts or rows of the test part, with the targets."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from lastlayer.lab.evaluation import as_table
 from lastlayer.lab.feeding import Feed, TextFeed
 from lastlayer.lab.models import FeatureBody
 
-# Contexts or rows that are shown, tokens of a context, and the best classes of each.
+# Number of contexts or rows, of tokens in a context, and of the best classes of each.
 ROWS, SHOWN, BEST = 12, 16, 10
-# What is kept of a row that has more.
+# Features and labels of a row above these numbers are left out.
 MOST_FEATURES, MOST_LABELS = 12, 40
-# Rows that a dozen with labels is taken from.
+# Number of candidates from which the rows are selected.
 _LOOKED_AT = 8 * ROWS
-# What a feature weighs that every row has, where a rare one weighs some 7.
+# Weight of a feature that all rows have; that of a rare one is about 7.
 _EVERYWHERE = 0.01
 
 
 def readable(token: str) -> str:
-    """Text without lone surrogates, which source code may contain and UTF-8 cannot."""
+    """Escape lone surrogates, which source code may contain but UTF-8 does not support."""
     return token.encode("utf-8", "backslashreplace").decode()
 
 
@@ -33,7 +33,7 @@ def readable(token: str) -> str:
 def explore(
     data: Data, feed: Feed, device: torch.device, body: nn.Module, head: nn.Module
 ) -> list[dict[str, Any]]:
-    """The same contexts or rows of the test part for every head; none for pairs."""
+    """Predictions for contexts or rows of the test part, the same for all heads; none for pairs."""
     if isinstance(data, TextData) and isinstance(feed, TextFeed):
         return _explore_text(data, body, head, feed.length, device)
     if isinstance(data, LabelData) and isinstance(body, FeatureBody):
@@ -48,7 +48,7 @@ def _explore_text(
     length = min(length, len(ids) - 1)
     body.eval()
     head.eval()
-    # At random, but always the same; tokens of white space alone show little.
+    # A fixed random selection; targets that are only white space come last.
     drawn = np.random.default_rng(0).permutation(len(ids) - length)[: 50 * ROWS].tolist()
     telling = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
     made = []
@@ -78,11 +78,11 @@ def _expected(
 
 
 def path_of(head: nn.Module, hidden: Tensor, target: int) -> list[dict[str, Any]] | None:
-    """The choices on the path to a class in the tree; None for heads without one."""
+    """The choices on the path to a class in the tree; None for heads without a tree."""
     if not isinstance(head, HierarchicalSoftmax) or head.tree.overlaps:
         return None
     tree = head.tree
-    # One row of the weight for a binary node, one for each child of a wider one.
+    # The weight has one row per binary node, and one per child of a wider node.
     sizes = np.where(tree.arity == 2, 1, tree.arity)
     first = np.concatenate([[0], np.cumsum(sizes)])
     node, path = 0, []
@@ -111,7 +111,7 @@ class _Row(NamedTuple):
 def explore_labels(
     data: LabelData, body: FeatureBody, head: nn.Module, feed: Feed
 ) -> list[dict[str, Any]]:
-    """The same rows of the test part for every head."""
+    """Predictions for rows of the test part, the same for every head."""
     body.eval()
     head.eval()
     rarity, found = _rarity(data.train.features), list[_Row]()
@@ -131,7 +131,7 @@ def explore_labels(
 
 
 def _telling(rows: list[_Row]) -> list[_Row]:
-    """Spread over those that have labels and features; others only where these are too few."""
+    """Select rows that have labels and features, evenly spaced; others only if too few do."""
     full = [i for i, row in enumerate(rows) if len(row.labels) and row.features]
     rest = [i for i in range(len(rows)) if i not in set(full)]
     spread = [full[i * len(full) // ROWS] for i in range(ROWS)] if len(full) > ROWS else full
@@ -139,7 +139,7 @@ def _telling(rows: list[_Row]) -> list[_Row]:
 
 
 def _rarity(features: Any) -> Tensor | None:
-    """The weight of each sparse feature, more for those that fewer rows have; None for dense."""
+    """The weight of each sparse feature, higher for rarer ones (IDF); None if dense."""
     if not isinstance(features, SparseRows):
         return None
     seen = np.bincount(features.indices, minlength=features.width)
@@ -149,7 +149,7 @@ def _rarity(features: Any) -> Tensor | None:
 def _features(
     data: LabelData, body: FeatureBody, inputs: Any, row: int, rarity: Tensor | None
 ) -> list[dict[str, Any]]:
-    """The most telling features of a row: dense ones by their distance from the mean."""
+    """The most important features of a row: by value and rarity, or by distance from the mean."""
     if rarity is None:
         values = ((inputs[row] - body.shift) * body.scale).cpu()
         ids, weights = torch.arange(len(values)), values.abs()
