@@ -179,13 +179,15 @@ def load_checkpoint(folder: Path, stepper: Stepper) -> tuple[Progress, list[floa
         # Tensors are not synced to disk, so a power cut may have lost them.
         return None
     _load_model(stepper, tensors)
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in stepper.optimizers}
+    optimizer_states: dict[str, dict[int, dict[str, Any]]] = {
+        name: {} for name in stepper.optimizers
+    }
     for place, value in {**tensors, **state.pop("optimizers")}.items():
         kind, *parts = place.split("/")
         if kind == "optimizer":
-            found[parts[0]].setdefault(int(parts[1]), {})[parts[2]] = value
+            optimizer_states[parts[0]].setdefault(int(parts[1]), {})[parts[2]] = value
     for name, optimizer in stepper.optimizers.items():
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": found[name]})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": optimizer_states[name]})
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng/cuda"])
@@ -285,7 +287,7 @@ class Training:
             while self.progress.step < self._schedule.total:
                 ahead = self._schedule.steps_to_next(self.progress.step)
                 block = self._train(min(block, ahead), block)
-                self._told()
+                self._between_blocks()
         finally:
             self._memory.stop()
             self._lines.close()
@@ -312,11 +314,11 @@ class Training:
         quick = self._on_gpu and elapsed < _BLOCK_SECONDS and steps == block
         return 2 * block if quick else block
 
-    def _told(self) -> None:
+    def _between_blocks(self) -> None:
         """Record, validate and checkpoint between two blocks of steps, which is not timed."""
         schedule, now = self._schedule, self.progress
         if now.step in schedule.told:
-            self._tell_loss()
+            self._record_loss()
         if now.step in schedule.judged:
             self._memory.stop()
             self._validate()
@@ -330,12 +332,12 @@ class Training:
         if stopped:
             raise InterruptedRunError
 
-    def _tell_loss(self) -> None:
+    def _record_loss(self) -> None:
         now = self.progress
         loss = now.loss_sum / max(1, now.loss_count)
         now.loss_sum, now.loss_count = 0.0, 0
         self._last_loss = loss
-        self._line("train", loss=loss)
+        self._append_line("train", loss=loss)
         if not math.isfinite(loss):
             raise RunFailedError("nan", f"the training loss was {loss} by step {now.step:,}")
         if now.first_loss is None:
@@ -349,9 +351,9 @@ class Training:
 
     def _validate(self) -> None:
         now, body, head = self.progress, self._stepper.body, self._stepper.head
-        found = self._judge.on_the_way(body, head)
-        self._line("valid", **found)
-        score = self._judge.score(found)
+        metrics = self._judge.on_the_way(body, head)
+        self._append_line("valid", **metrics)
+        score = self._judge.score(metrics)
         if now.best_score is None or score < now.best_score:
             now.best_score, now.best_step = score, now.step
             save_tensors(self._best, _model_state(self._stepper))
@@ -364,7 +366,7 @@ class Training:
             _load_model(self._stepper, load_file(str(self._best)))
         self._best.unlink(missing_ok=True)
 
-    def _line(self, kind: str, **values: Any) -> None:
+    def _append_line(self, kind: str, **values: Any) -> None:
         now = self.progress
         place = {"step": now.step, "seconds": round(now.seconds, 6), "tokens": now.tokens}
         self._lines.append({"kind": kind, **place, **values})
