@@ -17,9 +17,9 @@ _UNITS: dict[str, tuple[Kind, float]] = {
 }  # fmt: skip
 # Fractions of the steps at which a run is validated: dense at the start, where most is learned, and
 # near the end, to see whether the curve is still falling.
-_JUDGED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.875, 1.0)
+_VALIDATED_AT = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.875, 1.0)
 # How often the training loss is recorded in a run.
-_TOLD = 100
+_LOSS_POINTS = 100
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Budget:
     @classmethod
     def parse(cls, text: str) -> "Budget":
         """From the text of ``--budget``."""
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-        unit = _UNITS.get(found[2]) if found else None
-        if found is None or unit is None or float(found[1]) <= 0:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+        unit = _UNITS.get(match[2]) if match else None
+        if match is None or unit is None or float(match[1]) <= 0:
             raise LabError(
                 "--budget: expected an amount above 0 with its unit, such as 2000steps, 3epochs, "
                 f"30s or 5m, got {text!r}"
             )
-        kind, times = unit
-        amount = float(found[1]) * times
+        kind, factor = unit
+        amount = float(match[1]) * factor
         if kind == "steps" and amount != int(amount):
             raise LabError(f"--budget: expected a whole number of steps, got {text!r}")
         return cls(kind, amount)
@@ -66,8 +66,8 @@ class Schedule:
 
     def __init__(self, steps: int) -> None:
         self.total = steps
-        self.judged = {round(share * steps) for share in _JUDGED}
-        self.told = {round(i / _TOLD * steps) for i in range(1, _TOLD + 1)}
+        self.judged = {round(share * steps) for share in _VALIDATED_AT}
+        self.told = {round(i / _LOSS_POINTS * steps) for i in range(1, _LOSS_POINTS + 1)}
 
     def steps_to_next(self, step: int) -> int:
         """Steps until the next validation or recorded loss; 0 at the end."""
