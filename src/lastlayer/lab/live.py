@@ -21,7 +21,7 @@ from lastlayer.lab.training import Progress
 
 # Drawing a table takes milliseconds: it gets this share of the time, four times per second at most.
 _DRAWING_SHARE, _REDRAWN_SECONDS = 0.02, 0.25
-_TOLD_SECONDS = 5.0
+_LINE_SECONDS = 5.0
 _NAME_WIDTH, _BAR_WIDTH = 22, 10
 _SEARCHES = "short runs to find its learning rate"
 
@@ -105,8 +105,8 @@ class Forecast:
         usual = statistics.fmean(finished) if finished else None
         if slug != self._current or self._first is None or self._seconds is None:
             return usual
-        made = self._share - self._first[1]
-        return self._seconds if usual is None else made * self._seconds + (1 - made) * usual
+        done = self._share - self._first[1]
+        return self._seconds if usual is None else done * self._seconds + (1 - done) * usual
 
     def left(self) -> float | None:
         """Seconds left; None until a run has made progress."""
@@ -138,16 +138,16 @@ class Lines(Watcher):
     def __init__(self, out: Console, specs: Sequence[HeadSpec], seeds: int) -> None:
         self._out, self._runs, self._done = out, len(specs) * seeds, 0
         self._forecast = Forecast(specs, seeds)
-        self._title, self._told = "", 0.0
+        self._title, self._last_line = "", 0.0
         self._measures = False
 
     def says(self, text: str) -> None:
         stamp = datetime.now().astimezone().strftime("%H:%M:%S")
         self._out.print(f"{stamp} {escape(text)}", highlight=False, soft_wrap=True)
-        self._told = time.perf_counter()
+        self._last_line = time.perf_counter()
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
-        self._title, self._told = f"{spec.label} seed {seed}", time.perf_counter()
+        self._title, self._last_line = f"{spec.label} seed {seed}", time.perf_counter()
         self._forecast.starts(spec.slug)
 
     def searches(self, spec: HeadSpec) -> None:
@@ -179,7 +179,7 @@ class Lines(Watcher):
             self.says(f"cost against classes: {share:.0%}, {spec.label} with {classes:,}")
 
     def _is_due(self) -> bool:
-        return time.perf_counter() - self._told >= _TOLD_SECONDS
+        return time.perf_counter() - self._last_line >= _LINE_SECONDS
 
 
 @dataclass
@@ -200,7 +200,7 @@ class LiveTable(Watcher):
         self._specs, self._n_seeds = specs, len(seeds)
         self._rows = {spec.slug: _Row() for spec in specs}
         self._current: _Row | None = None
-        self._title, self._note, self._said = "", "", ""
+        self._title, self._note, self._message = "", "", ""
         self._forecast = Forecast(specs, len(seeds))
         self._drawing = False
         self._drawn, self._draw_cost = 0.0, 0.0
@@ -209,7 +209,7 @@ class LiveTable(Watcher):
 
     def says(self, text: str) -> None:
         """Show a message below the table; may be called by a signal handler during drawing."""
-        self._said = text
+        self._message = text
         if not self._drawing:
             self._draw()
 
@@ -263,7 +263,7 @@ class LiveTable(Watcher):
         self._draw_cost = self._drawn - start
 
     def _table(self) -> Table:
-        note = self._said or f"{self._note}   {self._forecast}"
+        note = self._message or f"{self._note}   {self._forecast}"
         table = Table(caption=Text(note), caption_justify="left", box=box.SIMPLE_HEAD)
         # The table has to fit into 80 columns.
         table.add_column("head", no_wrap=True, max_width=_NAME_WIDTH, overflow="ellipsis")
@@ -322,6 +322,6 @@ def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: boo
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"
