@@ -236,19 +236,19 @@ def _spec(head: str | type[Head]) -> str:
 def _as_arguments(text: str) -> str:
     """Replace command-line options in a message by the arguments of :func:`compare`."""
 
-    def argument(found: re.Match[str]) -> str:
-        if found["command"]:
-            return found["command"]
-        flag = found["named"] or found["name"]
+    def argument(match: re.Match[str]) -> str:
+        if match["command"]:
+            return match["command"]
+        flag = match["named"] or match["name"]
         name = _ARGUMENTS.get(flag, flag.replace("-", "_"))
-        return f"use {name}={found['value']!r}" if found["value"] else name
+        return f"use {name}={match['value']!r}" if match["value"] else name
 
     text = re.sub(r"--resume\b(?!:)", "resume=True", text)
     return re.sub(_FLAG, argument, text)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _PartStatistics:
     """Class counts, rows per batch and a hash of the targets of a part."""
 
     counts: NDArray[np.int64]
@@ -312,7 +312,7 @@ class GivenFeed:
         target = torch.as_tensor(given).to(self._device, torch.int64)
         target = torch.where(target < 0, target, self._place[target.clamp(min=0)])
         size = target.numel() if self._one_class else len(target)
-        return Batch(_on(inputs, self._device), target, size)
+        return Batch(_to_device(inputs, self._device), target, size)
 
 
 def _seeded(batches: Batches, seed: int) -> Iterator[Any]:
@@ -335,17 +335,17 @@ def _seeded(batches: Batches, seed: int) -> Iterator[Any]:
         yield batch
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     """Move all tensors in a nested value to the device."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return type(value)({key: _on(each, device) for key, each in value.items()})  # type: ignore[call-arg]
+        return type(value)({key: _to_device(each, device) for key, each in value.items()})  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        made = [_on(each, device) for each in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        moved = [_to_device(each, device) for each in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value
 
 
@@ -373,46 +373,46 @@ def _subject(
                 f"n_classes: expected {len(given)}, the length of counts, got {n_classes}"
             )
         n_classes = len(given)
-    seen = {"train": _look("train", parts["train"], task, n_classes)}
-    found = seen["train"].counts
-    n_classes = len(found) if n_classes is None else n_classes
-    if n_classes < 2 or (found > 0).sum() < 2:
+    statistics = {"train": _scan("train", parts["train"], task, n_classes)}
+    train_counts = statistics["train"].counts
+    n_classes = len(train_counts) if n_classes is None else n_classes
+    if n_classes < 2 or (train_counts > 0).sum() < 2:
         raise LabError(
             "train: expected targets of at least 2 classes, got one class only; check the targets "
             "or n_classes"
         )
     judged_on_valid = parts["test"] is parts["valid"]
-    seen["valid"] = _look("valid", parts["valid"], task, n_classes)
-    seen["test"] = (
-        seen["valid"] if judged_on_valid else _look("test", parts["test"], task, n_classes)
+    statistics["valid"] = _scan("valid", parts["valid"], task, n_classes)
+    statistics["test"] = (
+        statistics["valid"] if judged_on_valid else _scan("test", parts["test"], task, n_classes)
     )
     if names is not None and len(set(names)) != n_classes:
         raise LabError(
             f"class_names: expected {n_classes} unique names, got {len(set(names))} of {len(names)}"
         )
     width = _hidden_size(backbone, parts["train"], task, hidden, device)
-    totals = np.pad(found, (0, n_classes - len(found))) if given is None else given
+    totals = np.pad(train_counts, (0, n_classes - len(train_counts))) if given is None else given
     order = np.argsort(-totals, kind="stable")
-    called = Vocabulary(
+    vocabulary = Vocabulary(
         tuple(str(i if names is None else names[i]) for i in order), totals[order].astype(np.int64)
     )
     described = {
-        "batches": len(seen["train"].rows), "notes": [_NO_TEST] if judged_on_valid else [],
+        "batches": len(statistics["train"].rows), "notes": [_NO_TEST] if judged_on_valid else [],
     }  # fmt: skip
-    sizes = {part: sum(each.rows) for part, each in seen.items()}
-    fingerprint = "".join(each.digest[:16] for each in seen.values())
+    sizes = {part: sum(each.rows) for part, each in statistics.items()}
+    fingerprint = "".join(each.digest[:16] for each in statistics.values())
     return Subject(
         data=data_record("your own batches", task, n_classes, sizes, fingerprint, described),
-        needs=ClassData(width, called.counts, () if names is None else called.tokens),
+        needs=ClassData(width, vocabulary.counts, () if names is None else vocabulary.tokens),
         feed=GivenFeed(
-            parts, {part: each.rows for part, each in seen.items()},
+            parts, {part: each.rows for part, each in statistics.items()},
             torch.from_numpy(np.argsort(order)), task, device,
         ),
         model=ModelSettings(OWN, task, 0, width),
         make_body=backbone,
         explore=lambda _body, _head: [],
         n_rows=sizes["train"],
-        save=lambda out: called.save(out / "vocabulary.json"),
+        save=lambda out: vocabulary.save(out / "vocabulary.json"),
         usual_lr=_USUAL_RATE,
         command=[FROM_PYTHON],
     )  # fmt: skip
@@ -424,7 +424,7 @@ _NO_TEST = (
 )
 
 
-def _look(name: str, batches: Batches, task: str, n_classes: int | None) -> _Seen:
+def _scan(name: str, batches: Batches, task: str, n_classes: int | None) -> _PartStatistics:
     """Check in one pass that every batch is a pair and every target a class, and count them."""
     if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
         raise LabError(
@@ -443,14 +443,14 @@ def _look(name: str, batches: Batches, task: str, n_classes: int | None) -> _See
                 f"{name}: expected classes from 0{most}, or {PADDING} to ignore one, got {wrong} "
                 f"in batch {i}"
             )
-        found = np.bincount(kept, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        extended = np.bincount(kept, minlength=len(counts))
+        extended[: len(counts)] += counts
+        counts = extended
         rows.append(target.size if task != "multilabel" else len(target))
         digest.update(target.tobytes())
     if not rows or not counts.sum():
         raise LabError(f"{name}: expected batches with targets, got none")
-    return _Seen(counts, rows, digest.hexdigest())
+    return _PartStatistics(counts, rows, digest.hexdigest())
 
 
 def _target_of(name: str, batch: Any, task: str) -> NDArray[np.int64]:
@@ -490,21 +490,21 @@ def _hidden_size(
             raise LabError("backbone: expected a new module from each call, got the same one twice")
         inputs, given = next(iter(_seeded(train, _HELD_OUT_SEED)))
         with torch.no_grad():
-            made = body.to(device).eval()(_on(inputs, device))
-    if not isinstance(made, Tensor):
-        raise LabError(f"backbone: expected a tensor of hidden states, got {type(made).__name__}")
+            output = body.to(device).eval()(_to_device(inputs, device))
+    if not isinstance(output, Tensor):
+        raise LabError(f"backbone: expected a tensor of hidden states, got {type(output).__name__}")
     shape = torch.as_tensor(given).shape
     rows = shape[:1] if task == "multilabel" else shape
-    if made.shape[:-1] != rows or made.ndim < 2:
+    if output.shape[:-1] != rows or output.ndim < 2:
         raise LabError(
             f"backbone: expected hidden states of shape ({', '.join(map(str, rows))}, hidden) for "
-            f"targets of shape {tuple(shape)}, got {tuple(made.shape)}"
+            f"targets of shape {tuple(shape)}, got {tuple(output.shape)}"
         )
-    if hidden is not None and made.shape[-1] != hidden:
-        raise LabError(f"backbone: expected hidden states of size {hidden}, got {made.shape[-1]}")
-    if made.dtype != torch.get_default_dtype():
+    if hidden is not None and output.shape[-1] != hidden:
+        raise LabError(f"backbone: expected hidden states of size {hidden}, got {output.shape[-1]}")
+    if output.dtype != torch.get_default_dtype():
         raise LabError(
-            f"backbone: expected hidden states of {torch.get_default_dtype()}, got {made.dtype}; "
+            f"backbone: expected hidden states of {torch.get_default_dtype()}, got {output.dtype}; "
             "cast its output"
         )
-    return made.shape[-1]
+    return output.shape[-1]
