@@ -58,27 +58,27 @@ def verdict(results: Results) -> Verdict:
     """Derive the verdict from the results."""
     ranked, metric = results.ranked, results.metric
     if not ranked:
-        return Verdict(*_nothing(results), (), (), None, None, ())
+        return Verdict(*_without_results(results), (), (), None, None, ())
     best, notes = ranked[0], tuple(_notes(results))
     quality = describe(metric, best.estimates[metric.key])
     if len(ranked) == 1:
         headline = f"{best.title} is the only head with a result"
-        rest = _fates([s for s in results.summaries if s.rank is None])
+        remark = _statuses([s for s in results.summaries if s.rank is None])
         if len(results.comparison.heads) == 1:
             headline = f"Only {in_sentence(best)} was trained"
-            rest = "there is nothing to compare it with"
-        detail = f": {metric.label} {quality} after {budget_text(results)}; {rest}."
+            remark = "there is nothing to compare it with"
+        detail = f": {metric.label} {quality} after {budget_text(results)}; {remark}."
         return Verdict(headline, detail, (), notes, best, best, ())
     apart = results.told_apart()
     tied = tuple(s for s in ranked[1:] if not apart[s.head.slug])
     chosen = recommended(results)
     needed = steps_needed(results, chosen)
     headline = f"Take {in_sentence(chosen)}"
-    beside = f"the best quality; {_certainty(best, tied)}"
+    assessment = f"the best quality; {_certainty(best, tied)}"
     if chosen is not best:
-        beside = _beside_best(results, chosen, tied)
+        assessment = _compared_with_best(results, chosen, tied)
     ours = describe(metric, chosen.estimates[metric.key])
-    detail = f": {metric.label} {ours} after {budget_text(results)}, {beside}."
+    detail = f": {metric.label} {ours} after {budget_text(results)}, {assessment}."
     if needed is not None:
         headline = f"It is too early to tell: about {needed:,} steps are needed"
         again = f"steps={needed}" if results.comparison.from_python else f"--budget {needed}steps"
@@ -87,7 +87,7 @@ def verdict(results: Results) -> Verdict:
             f"So far {in_sentence(best)} is ahead, with {metric.label} {quality}"
         )
         # Also name the head that would be recommended now.
-        cheaper = f"; {in_sentence(chosen)} would be taken now, {beside}"
+        cheaper = f"; {in_sentence(chosen)} would be taken now, {assessment}"
         detail += "." if chosen is best else f"{cheaper}."
     runner_up = next(s for s in ranked if s is not chosen)
     findings = _findings(results, chosen, runner_up, tied)
@@ -237,11 +237,11 @@ def times_less(ours: float, theirs: float) -> str:
     return f"{100 * share:.0f}% of the" if share > 0.02 else f"{100 * share:.1g}% of the"
 
 
-def _beside_best(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
+def _compared_with_best(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
     best = results.ranked[0]
     worse = f"{100 * results.loss(best, chosen):.1f}% worse than"
-    beside = "not significantly different from" if chosen in tied else worse
-    return f"{beside} {in_sentence(best)}{_for_time(chosen, best)}"
+    relation = "not significantly different from" if chosen in tied else worse
+    return f"{relation} {in_sentence(best)}{_for_time(chosen, best)}"
 
 
 def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
@@ -251,10 +251,10 @@ def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
     if not tied:
         return f"all others are significantly worse ({seeds} seeds)"
     verb = "is" if len(tied) == 1 else "are"
-    return f"{_few(tied, 'others')} {verb} not significantly different ({seeds} seeds)"
+    return f"{_names_or_count(tied, 'others')} {verb} not significantly different ({seeds} seeds)"
 
 
-def _few(summaries: Sequence[HeadSummary], word: str) -> str:
+def _names_or_count(summaries: Sequence[HeadSummary], word: str) -> str:
     """The names of the heads if they are few, else their number."""
     names = [in_sentence(each) for each in summaries]
     return joined(names) if len(names) <= _MOST_NAMED else f"{len(names)} {word}"
@@ -276,10 +276,10 @@ def _findings(
             f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
             f"{metric.format(at.mean)}."
         )
-    return *found, _beside(results, chosen, runner_up, tied)
+    return *found, _runner_up_sentence(results, chosen, runner_up, tied)
 
 
-def _beside(
+def _runner_up_sentence(
     results: Results, chosen: HeadSummary, other: HeadSummary, tied: Sequence[HeadSummary]
 ) -> str:
     """A sentence about the runner-up, which is the best head if a cheaper one is recommended."""
@@ -312,11 +312,11 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
 
 def _notes(results: Results) -> list[str]:
     asked, metric = results.comparison, results.metric
-    told = asked.data.get("description")
-    found = told.get("notes", ()) if isinstance(told, Mapping) else ()
-    notes = [f"{each[:1].upper()}{each[1:]}." for each in found]
+    description = asked.data.get("description")
+    data_notes = description.get("notes", ()) if isinstance(description, Mapping) else ()
+    notes = [f"{each[:1].upper()}{each[1:]}." for each in data_notes]
     if failed := [s for s in results.summaries if s.any_failed]:
-        notes.append(f"Some runs failed: {_fates(failed)}.")
+        notes.append(f"Some runs failed: {_statuses(failed)}.")
     if still_open := sum(run.status in OPEN for run in asked.runs):
         notes.append(
             f"{still_open} of {len(asked.runs)} runs did not reach the end of their budget."
@@ -336,7 +336,7 @@ def _notes(results: Results) -> list[str]:
     if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
             "The machine was disturbed: steps took far longer than their median, or other "
-            f"processes ran, with {_few(disturbed, 'heads')}. Their times are unreliable; compare "
+            f"processes ran, with {_names_or_count(disturbed, 'heads')}. Their times are unreliable; compare "
             "again in a new folder."
         )
     other_start = {run.head.title for run in asked.runs if run.bias not in ("", STARTED)}
@@ -348,11 +348,11 @@ def _notes(results: Results) -> list[str]:
     return notes
 
 
-def _fates(summaries: Sequence[HeadSummary]) -> str:
+def _statuses(summaries: Sequence[HeadSummary]) -> str:
     return "; ".join(f"{in_sentence(s)}: {s.status}" for s in summaries)
 
 
-def _nothing(results: Results) -> tuple[str, str]:
+def _without_results(results: Results) -> tuple[str, str]:
     runs = results.comparison.runs
     if not runs:
         return "No head was trained", "."
