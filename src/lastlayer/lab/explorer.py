@@ -50,17 +50,17 @@ def _explore_text(
     head.eval()
     # A fixed random selection; targets that are only white space come last.
     drawn = np.random.default_rng(0).permutation(len(ids) - length)[: 50 * ROWS].tolist()
-    telling = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
-    made = []
-    for start in sorted(telling[:ROWS]):
+    candidates = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
+    entries = []
+    for start in sorted(candidates[:ROWS]):
         window = torch.from_numpy(ids[start : start + length].astype(np.int64)).to(device)
         hidden = body(window.unsqueeze(0))[0, -1]
         context = [readable(tokens[i]) for i in window[-SHOWN:].tolist()]
-        made.append(_expected(head, hidden, int(ids[start + length]), context, tokens))
-    return made
+        entries.append(_class_entry(head, hidden, int(ids[start + length]), context, tokens))
+    return entries
 
 
-def _expected(
+def _class_entry(
     head: Any, hidden: Tensor, target: int, context: list[str], names: Sequence[str]
 ) -> dict[str, Any]:
     """The most probable classes in a context, and the target with its probability."""
@@ -114,28 +114,32 @@ def explore_labels(
     """Predictions for rows of the test part, the same for every head."""
     body.eval()
     head.eval()
-    rarity, found = _rarity(data.train.features), list[_Row]()
+    rarity, rows = _rarity(data.train.features), list[_Row]()
     for batch in feed.held_out("test", _LOOKED_AT):
         hidden = body(batch.inputs)
         for i in range(batch.size):
             target = batch.target[i].reshape(-1)
             features = _features(data, body, batch.inputs, i, rarity)
-            found.append(_Row(hidden[i], target[target >= 0], features))
+            rows.append(_Row(hidden[i], target[target >= 0], features))
     if data.task == "multilabel":
-        return [_said(row, data, head) for row in _telling(found)]
+        return [_labels_entry(row, data, head) for row in _selected(rows)]
     return [
-        _expected(head, row.hidden, int(row.labels[0]), [each["name"] for each in row.features],
+        _class_entry(head, row.hidden, int(row.labels[0]), [each["name"] for each in row.features],
                   data.label_names)
-        for row in _telling(found)
+        for row in _selected(rows)
     ]  # fmt: skip
 
 
-def _telling(rows: list[_Row]) -> list[_Row]:
+def _selected(rows: list[_Row]) -> list[_Row]:
     """Select rows that have labels and features, evenly spaced; others only if too few do."""
-    full = [i for i, row in enumerate(rows) if len(row.labels) and row.features]
-    rest = [i for i in range(len(rows)) if i not in set(full)]
-    spread = [full[i * len(full) // ROWS] for i in range(ROWS)] if len(full) > ROWS else full
-    return [rows[i] for i in sorted(spread + rest[: ROWS - len(spread)])]
+    complete = [i for i, row in enumerate(rows) if len(row.labels) and row.features]
+    incomplete = [i for i in range(len(rows)) if i not in set(complete)]
+    spread = (
+        [complete[i * len(complete) // ROWS] for i in range(ROWS)]
+        if len(complete) > ROWS
+        else complete
+    )
+    return [rows[i] for i in sorted(spread + incomplete[: ROWS - len(spread)])]
 
 
 def _rarity(features: Any) -> Tensor | None:
@@ -166,7 +170,7 @@ def _features(
     ]
 
 
-def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
+def _labels_entry(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
     hidden, right = row.hidden.unsqueeze(0), set(row.labels.tolist())
     guess = as_table(head.predict(hidden), data.n_classes)[0]  # type: ignore[operator]
     best = head.topk(hidden, min(BEST, data.n_classes))  # type: ignore[operator]
@@ -178,9 +182,9 @@ def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
     below = row.labels[[label not in top for label in row.labels.tolist()]][:MOST_LABELS]
     own = head.log_prob(hidden, below.unsqueeze(0))[0].exp()  # type: ignore[operator]
     likely = own.argsort(descending=True, stable=True)
-    rest = zip(below[likely].tolist(), own[likely].tolist(), strict=True)
+    others = zip(below[likely].tolist(), own[likely].tolist(), strict=True)
 
-    def told(label: int, p: float) -> dict[str, Any]:
+    def as_entry(label: int, p: float) -> dict[str, Any]:
         name, on = readable(data.label_names[label]), bool(guess[label])
         return {"label": name, "p": p, "predicted": on, "right": label in right}
 
@@ -191,6 +195,6 @@ def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
         "n_labels": len(right),
         "n_predicted": int(guess.sum()),
         "n_found": int(guess[row.labels].sum()),
-        "top": [told(*each) for each in top.items()],
-        "below": [told(*each) for each in rest],
+        "top": [as_entry(*each) for each in top.items()],
+        "below": [as_entry(*each) for each in others],
     }
