@@ -166,9 +166,9 @@ def zipf_shares(classes: int) -> NDArray[np.float64]:
 def _drawn(
     draw: np.random.Generator, ends: NDArray[np.float64], shape: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    found = np.searchsorted(ends, draw.random(shape), side="right")
+    classes = np.searchsorted(ends, draw.random(shape), side="right")
     # The last end may be a little below 1.
-    return np.minimum(found, len(ends) - 1).astype(np.int64)
+    return np.minimum(classes, len(ends) - 1).astype(np.int64)
 
 
 class Meter:
@@ -182,7 +182,7 @@ class Meter:
     ) -> None:
         self._problem, self._specs, self.left, self.found = problem, specs, seconds, found
         # Seconds to build the last head of each spec and its data.
-        self._making: dict[str, float] = {}
+        self._build_seconds: dict[str, float] = {}
         self._device = problem.device
         # Larger than a GPU's cache; zeroed before each step to clear the cache. Allocated first, so
         # that it is not counted as a head's memory.
@@ -221,7 +221,7 @@ class Meter:
         if last is None or last.ms is None:
             return 0.0, 0.0
         growth, usual = classes / last.classes, _COPIES * last.classes * self._problem.width
-        seconds = 1e-3 * (1 + FEWEST_SAMPLES) * last.ms + self._making.get(last.slug, 0.0)
+        seconds = 1e-3 * (1 + FEWEST_SAMPLES) * last.ms + self._build_seconds.get(last.slug, 0.0)
         return growth * seconds, growth * 1e6 * (last.peak_memory_mb or 4e-6 * usual)
 
     def time(self, spec: HeadSpec, classes: int) -> Cost:
@@ -229,7 +229,7 @@ class Meter:
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                if spec.slug not in self._making:
+                if spec.slug not in self._build_seconds:
                     # Import and compile before timing: after a resume nothing was trained yet.
                     self._ready(spec, classes)[1]()
                 return self._time(spec, classes)
@@ -240,7 +240,7 @@ class Meter:
         held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         began = time.perf_counter()
         head, step = self._ready(spec, classes)
-        self._making[spec.slug] = time.perf_counter() - began
+        self._build_seconds[spec.slug] = time.perf_counter() - began
         first = self._milliseconds(step)
         memory = PeakMemory(self._device, head)
         memory.start()
@@ -262,9 +262,9 @@ class Meter:
     def _ready(self, spec: HeadSpec, classes: int) -> tuple[nn.Module, Callable[[], None]]:
         """The head, and a function that makes one step of it."""
         head = spec.build(self._problem.at(classes)).to(self._device).train()
-        made = getattr(head, "n_classes", classes)
-        if made != classes:
-            raise SpecError(f"it always has {made:,} classes, whatever number it is built for")
+        n_built = getattr(head, "n_classes", classes)
+        if n_built != classes:
+            raise SpecError(f"it always has {n_built:,} classes, whatever number it is built for")
         body, batch = self._problem.body(), self._problem.batch(classes)
         stepper = Stepper(body, head, lr=0.0, clip=1.0)
         learned = [*body.parameters(), *head.parameters()]
@@ -443,13 +443,13 @@ def plan(
         meter.at(size, lambda spec, n: tell(f"{spec.label} with {n:,} classes"))
     give_back()
     before = {each.slug: each.ms for each in meter.found if each.classes == smaller and each.ms}
-    texts, found = {spec.slug: spec.text for spec in specs}, []
+    texts, planned = {spec.slug: spec.text for spec in specs}, []
     for cost in (each for each in meter.found if each.classes == classes):
-        took = ""
+        smaller_time = ""
         if cost.reason and cost.slug in before:
-            took = f"{metrics.STEP_MS.format(before[cost.slug])} with {smaller:,} classes"
-        found.append(PlannedHead(**asdict(cost), head=texts[cost.slug], smaller=took))
-    return sorted(found, key=lambda each: math.inf if each.ms is None else each.ms)
+            smaller_time = f"{metrics.STEP_MS.format(before[cost.slug])} with {smaller:,} classes"
+        planned.append(PlannedHead(**asdict(cost), head=texts[cost.slug], smaller=smaller_time))
+    return sorted(planned, key=lambda each: math.inf if each.ms is None else each.ms)
 
 
 def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
