@@ -147,7 +147,7 @@ def _arguments(family: Family, rest: str) -> dict[str, Any]:
     valid = _valid(family)
     words = (f"{name}={kind}" for name, kind in arguments_of(family).items())
     listed = f"{family.name} takes {', '.join(words) or 'no arguments'}"
-    made: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for piece in re.split(r",(?=[^,]*=)", rest) if rest else []:
         name, equals, value = (part.strip() for part in piece.partition("="))
         if not equals:
@@ -156,16 +156,18 @@ def _arguments(family: Family, rest: str) -> dict[str, Any]:
             what = f"{name} is set from the data and the options; leave it out"
         elif name not in valid:
             what = f"no argument {name!r}{_nearest(name, valid)}"
-        elif name in made:
+        elif name in arguments:
             raise SpecError(f"expected {name} once, got it twice")
         else:
             try:
-                made[name] = parse_value(",".join(map(str.strip, value.split(","))), valid[name])
+                arguments[name] = parse_value(
+                    ",".join(map(str.strip, value.split(","))), valid[name]
+                )
             except ValueError as error:
                 raise SpecError(f"{name}: {error}") from error
             continue
         raise SpecError(f"{what}; {listed}")
-    return made
+    return arguments
 
 
 def _valid(family: Family) -> dict[str, Any]:
@@ -207,19 +209,19 @@ def _of_user(module: str, name: str, arguments: str) -> tuple[Family, str]:
         raise SpecError(f"cannot import {module}: {where}: {error.msg}") from error
     except ImportError as error:
         raise SpecError(f"cannot import {module}: {error}; {_no_head(module)}") from error
-    made = getattr(imported, name, None)
-    if made is None:
+    cls = getattr(imported, name, None)
+    if cls is None:
         heads = [n for n, each in vars(imported).items() if _is_head(each)]
-        told = f"no class in {module} {name!r}{_nearest(name, heads)}"
-        raise SpecError(f"{told}; its heads are {', '.join(heads) or 'none'}")
-    if not _is_head(made):
+        what = f"no class in {module} {name!r}{_nearest(name, heads)}"
+        raise SpecError(f"{what}; its heads are {', '.join(heads) or 'none'}")
+    if not _is_head(cls):
         what = "expected a class that derives from lastlayer.heads.Head"
-        raise SpecError(f"{what}, got {made!r}")
-    return Family(made, Recipe(f"{module}:{name}"), (*_ONE_CLASS, "multilabel")), arguments
+        raise SpecError(f"{what}, got {cls!r}")
+    return Family(cls, Recipe(f"{module}:{name}"), (*_ONE_CLASS, "multilabel")), arguments
 
 
-def _is_head(made: Any) -> bool:
-    return isinstance(made, type) and issubclass(made, Head) and not inspect.isabstract(made)
+def _is_head(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Head) and not inspect.isabstract(value)
 
 
 def import_from_here(module: str) -> ModuleType:
@@ -257,9 +259,9 @@ def type_words(kind: Any) -> str:
 def _kinds(kind: Any) -> list[Any]:
     """The types of a union that a spec can contain, the narrowest first; tensors are left out."""
     order = [type(None), bool, int, float]
-    found = [each for each in _parts(kind) if each in (*order, str, Pairs) or _is_written(each)]
-    found = found or [bool, int, float, str]
-    return sorted(found, key=lambda each: order.index(each) if each in order else len(order))
+    kinds = [each for each in _parts(kind) if each in (*order, str, Pairs) or _is_written(each)]
+    kinds = kinds or [bool, int, float, str]
+    return sorted(kinds, key=lambda each: order.index(each) if each in order else len(order))
 
 
 def _is_written(kind: Any) -> bool:
