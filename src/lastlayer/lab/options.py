@@ -42,7 +42,7 @@ _DATA, _TRAINING = "Data", "Training"
 
 
 def _option(
-    told: str,
+    help_: str,
     metavar: str | None = None,
     *,
     flag: str = "",
@@ -51,7 +51,7 @@ def _option(
 ) -> Any:
     """A dataclass field with its command-line option."""
     names = [flag] if flag else []
-    cli = kind(*names, help=told, metavar=metavar, rich_help_panel=panel, show_default=False)
+    cli = kind(*names, help=help_, metavar=metavar, rich_help_panel=panel, show_default=False)
     return field(default=None, metadata={"cli": cli})
 
 
@@ -135,8 +135,8 @@ class CompareOptions:
     def from_json(cls, record: dict[str, Any]) -> "CompareOptions":
         """The options that :meth:`as_json` wrote."""
         known = {each.name for each in fields(cls)}
-        made = {name: each for name, each in record.items() if name in known}
-        return cls(**{**made, **({"heads": tuple(made["heads"])} if "heads" in made else {})})
+        values = {name: each for name, each in record.items() if name in known}
+        return cls(**{**values, **({"heads": tuple(values["heads"])} if "heads" in values else {})})
 
     def resumed(self, before: "CompareOptions", folder: Path) -> "CompareOptions":
         """The recorded options ``before`` of a folder, which these options must not contradict."""
