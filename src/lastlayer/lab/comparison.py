@@ -64,10 +64,10 @@ def compare(
 ) -> Compared:
     """Compare heads on the data in the options; ``ray`` is the address of a cluster, if any."""
     options = options_of(options, out, resume)
-    told = Console(quiet=True) if quiet else console
+    output = Console(quiet=True) if quiet else console
 
     def make(settled: Settled, device: torch.device) -> Subject:
-        told.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
+        output.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
         data = settled.read()
         subject = _of_data(data, options.settled(data.task), device)
         if subject.model.kind == IDENTITY:
@@ -112,8 +112,8 @@ def conduct(
         lock = records.Lock(out)
         open_things.callback(lock.release)
         try:
-            told = Console(quiet=True) if quiet else console
-            bench, specs = _prepare(options, out, make(settled, device), device, told)
+            output = Console(quiet=True) if quiet else console
+            bench, specs = _prepare(options, out, make(settled, device), device, output)
         except BaseException:
             lock.release()
             if new:
@@ -270,20 +270,20 @@ def _budget(
     if path.is_file():
         return dict(records.read_json(path)["budget"])
     asked, per_epoch = settled.budget, bench.feed.steps_per_epoch
-    made: dict[str, Any] = {"kind": "steps"}
+    budget: dict[str, Any] = {"kind": "steps"}
     slowest_ms = None
     if asked.kind == "seconds":
         console.print("Timing a step of each head …", highlight=False)
         slowest_ms, label = max((step_ms(bench, spec), spec.label) for spec in specs)
-        made |= {"slowest": label, "step_ms": round(slowest_ms, 3)}
+        budget |= {"slowest": label, "step_ms": round(slowest_ms, 3)}
     steps = asked.steps(per_epoch, slowest_ms)
     if slowest_ms is not None:
         console.print(
-            f"{asked} of training is {steps:,} steps of {made['slowest']}, the slowest head; every "
+            f"{asked} of training is {steps:,} steps of {budget['slowest']}, the slowest head; every "
             "head makes as many steps.",
             highlight=False,
         )
-    return {**made, "amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
+    return {**budget, "amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
 
 
 def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, ModelSettings]:
