@@ -97,11 +97,11 @@ def judge_rows(head: nn.Module, states: Iterable[tuple[Tensor, Tensor]]) -> Rows
         rows, classes = hidden.flatten(0, -2), target.reshape(-1)
         kept = classes != PADDING
         chunks = zip(rows[kept].split(step), classes[kept].split(step), strict=True)
-        parts += [_judged(head, *chunk) for chunk in chunks]
+        parts += [_evaluated(head, *chunk) for chunk in chunks]
     return Rows(*(torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True)))
 
 
-def _judged(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _evaluated(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     if isinstance(head, _SEARCHED):
         own = head.log_prob(hidden, target.unsqueeze(-1)).squeeze(-1)
         found = head.topk(hidden, min(_BEST, head.n_classes))
