@@ -279,8 +279,8 @@ def _budget(
     steps = asked.steps(per_epoch, slowest_ms)
     if slowest_ms is not None:
         console.print(
-            f"{asked} of training is {steps:,} steps of {budget['slowest']}, the slowest head; every "
-            "head makes as many steps.",
+            f"{asked} of training is {steps:,} steps of {budget['slowest']}, the slowest head; "
+            "every head makes as many steps.",
             highlight=False,
         )
     return {**budget, "amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}

@@ -214,11 +214,11 @@ def unigram_nll(counts: Counts, ids: NDArray[Any]) -> float:
     return float(-(seen @ log_prob) / len(ids))
 
 
-def for_text(classes: int, numbers: Mapping[str, Any]) -> tuple[Suggestion, ...]:
+def for_text(classes: int, found: Mapping[str, Any]) -> tuple[Suggestion, ...]:
     """Suggested heads for one class per target, the best first, from the statistics."""
-    half, once, huffman = numbers["half"], numbers["seen_once"], numbers["huffman_bits"]
-    effective, hidden = numbers["effective_classes"], numbers["hidden"]
-    cutoffs, savings = numbers["cutoffs"], numbers["adaptive_savings"]
+    half, once, huffman = found["half"], found["seen_once"], found["huffman_bits"]
+    effective, hidden = found["effective_classes"], found["hidden"]
+    cutoffs, savings = found["cutoffs"], found["adaptive_savings"]
     few, many, rare = classes <= _FEW, classes > _MANY, once > 0.25
     return (
         *_where(few, "full",
@@ -250,16 +250,16 @@ def for_text(classes: int, numbers: Mapping[str, Any]) -> tuple[Suggestion, ...]
     )  # fmt: skip
 
 
-def for_labels(labels: int, numbers: Mapping[str, Any]) -> tuple[Suggestion, ...]:
+def for_labels(labels: int, found: Mapping[str, Any]) -> tuple[Suggestion, ...]:
     """Suggested heads for several labels per row, from the statistics."""
-    cardinality, density, most = numbers["cardinality"], numbers["density"], numbers["most"]
+    cardinality, density, most = found["cardinality"], found["density"], found["most"]
     return (
         *_where(True, "zlpr",
             f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive labels above "
             "the others and above 0, and needs no weight for the many negatives."),
         *_where(True, "bce",
             "One binary classifier per label is the usual way, and the reference for the others."),
-        *_where(density < 0.1 or numbers["imbalance"] > 10, "asymmetric",
+        *_where(density < 0.1 or found["imbalance"] > 10, "asymmetric",
             f"Only {density:.1%} of all pairs of row and label are positive: easy negatives would "
             "dominate the gradient."),
         *_where(most <= 20 and cardinality <= 5, "sparsemax_labels",
@@ -271,31 +271,29 @@ def _where(holds: bool, head: str, why: str) -> tuple[Suggestion, ...]:
     return (Suggestion(head, why),) if holds else ()
 
 
-def render(inspection: Inspection, console: Console) -> None:
+def render(found: Inspection, console: Console) -> None:
     """Print the statistics, then the heads to try. Text from the data is printed verbatim."""
-    console.print(Text.assemble((inspection.name, "bold"), f"  {inspection.source}"))
+    console.print(Text.assemble((found.name, "bold"), f"  {found.source}"))
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    unit = "tokens" if inspection.task == "lm" else "rows"
+    unit = "tokens" if found.task == "lm" else "rows"
     table.add_row(
         f"{unit}, train / validation / test",
-        " / ".join(map("{:,}".format, inspection.sizes.values())),
+        " / ".join(map("{:,}".format, found.sizes.values())),
     )
-    table.add_row(
-        "labels" if inspection.task == "multilabel" else "classes", f"{inspection.classes:,}"
-    )
+    table.add_row("labels" if found.task == "multilabel" else "classes", f"{found.classes:,}")
     slope = "too few frequent classes"
-    if fit := inspection.zipf:
+    if fit := found.zipf:
         slope = f"{fit.slope:.2f} (R² {fit.r_squared:.2f}, {fit.ranks:,} ranks)"
     table.add_row("Zipf slope", slope)
-    for key in (key for key in SAID if key in inspection.numbers):
+    for key in (key for key in SAID if key in found.numbers):
         label, form = SAID[key]
-        value = inspection.numbers[key]
+        value = found.numbers[key]
         if key == "cutoffs":
             value = ", ".join(f"{each:,}" for each in value) or "none: a full softmax is as fast"
         table.add_row(label, Text(form.format(value)))
     console.print(table)
     console.print(Text("Try first", style="bold"))
-    for number, each in enumerate(inspection.suggestions, 1):
+    for number, each in enumerate(found.suggestions, 1):
         console.print(Text.assemble(f"{number}. ", (each.head, "cyan"), f"  {each.why}"))
