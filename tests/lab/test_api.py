@@ -100,7 +100,7 @@ def test_a_resumed_comparison_has_the_same_runs(compared):
     assert [run.test for run in again.runs] == before
     with pytest.raises(LabError, match="out: expected a folder that is new or empty"):
         compare(linear, batches[4:], batches[:2], heads, **given)
-    with pytest.raises(LabError, match=r"resume: expected what .* data was"):
+    with pytest.raises(LabError, match=r"resume: expected the settings .* data was"):
         compare(linear, batches[5:], batches[:2], heads, resume=True, **given)
 
 
@@ -205,7 +205,7 @@ def test_several_labels():
         ({"steps": 0}, "steps: expected a whole number from 1, got 0"),
         ({"steps": 2.5}, "steps: expected a whole number from 1, got 2.5"),
         ({"steps": None, "epochs": -1}, "epochs: expected a number above 0, got -1"),
-        ({"resume": True}, "resume: expected a folder .*; leave resume=True out"),
+        ({"resume": True}, "resume: expected a folder .*; leave out resume=True"),
         ({"lr": -1}, "lr: expected auto or a number above 0"),
         ({"device": "tpu"}, "device: expected one of auto, cpu, cuda"),
     ],

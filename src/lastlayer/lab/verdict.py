@@ -335,9 +335,9 @@ def _notes(results: Results) -> list[str]:
         )
     if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
-            "The machine was disturbed: steps took far longer than their median, or other processes "
-            f"ran, with {_names_or_count(disturbed, 'heads')}. Their times are unreliable; compare "
-            "again in a new folder."
+            "The machine was disturbed: steps took far longer than their median, or other "
+            f"processes ran, with {_names_or_count(disturbed, 'heads')}. Their times are "
+            "unreliable; compare again in a new folder."
         )
     other_start = {run.head.title for run in asked.runs if run.bias not in ("", STARTED)}
     if other_start:
