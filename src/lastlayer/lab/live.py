@@ -138,16 +138,16 @@ class Lines(Watcher):
     def __init__(self, out: Console, specs: Sequence[HeadSpec], seeds: int) -> None:
         self._out, self._runs, self._done = out, len(specs) * seeds, 0
         self._forecast = Forecast(specs, seeds)
-        self._title, self._last_line = "", 0.0
+        self._title, self._told = "", 0.0
         self._measures = False
 
     def says(self, text: str) -> None:
         stamp = datetime.now().astimezone().strftime("%H:%M:%S")
         self._out.print(f"{stamp} {escape(text)}", highlight=False, soft_wrap=True)
-        self._last_line = time.perf_counter()
+        self._told = time.perf_counter()
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
-        self._title, self._last_line = f"{spec.label} seed {seed}", time.perf_counter()
+        self._title, self._told = f"{spec.label} seed {seed}", time.perf_counter()
         self._forecast.starts(spec.slug)
 
     def searches(self, spec: HeadSpec) -> None:
@@ -179,7 +179,7 @@ class Lines(Watcher):
             self.says(f"cost against classes: {share:.0%}, {spec.label} with {classes:,}")
 
     def _is_due(self) -> bool:
-        return time.perf_counter() - self._last_line >= _LINE_SECONDS
+        return time.perf_counter() - self._told >= _LINE_SECONDS
 
 
 @dataclass
