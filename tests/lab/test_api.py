@@ -78,7 +78,7 @@ def test_a_trained_run_comes_back_with_the_classes_it_was_given(compared):
     assert trained.vocabulary.counts.tolist() == sorted(trained.vocabulary.counts)[::-1]
     with pytest.raises(LabError, match="backbone: expected the function"):
         load_trained(folder)
-    with pytest.raises(LabError, match="path: expected one run, got the 4 of") as told:
+    with pytest.raises(LabError, match="path: expected one run, got 4 in") as told:
         load_trained(compared.folder)
     assert "--" not in str(told.value)
 
@@ -100,7 +100,7 @@ def test_a_resumed_comparison_has_the_same_runs(compared):
     assert [run.test for run in again.runs] == before
     with pytest.raises(LabError, match="out: expected a folder that is new or empty"):
         compare(linear, batches[4:], batches[:2], heads, **given)
-    with pytest.raises(LabError, match=r"resume: expected what .* data was"):
+    with pytest.raises(LabError, match=r"resume: expected the settings .* data was"):
         compare(linear, batches[5:], batches[:2], heads, resume=True, **given)
 
 
@@ -178,7 +178,7 @@ def test_several_labels():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"backbone": linear()}, "backbone: expected a function that makes a module, got Linear"),
+        ({"backbone": linear()}, "backbone: expected a function that returns a new module"),
         ({"backbone": lambda: 3}, "backbone: expected an nn.Module from it, got int"),
         ({"hidden": 9}, "backbone: expected hidden states of size 9, got 8"),
         (
@@ -201,11 +201,11 @@ def test_several_labels():
         ({"heads": ["ful"]}, "no head 'ful'; did you mean full"),
         ({"heads": ["char_cnn"]}, "heads char_cnn: "),
         ({"task": "pairs"}, "task: expected one of lm, classification, multilabel"),
-        ({"epochs": 2}, "steps: expected none beside epochs=2"),
+        ({"epochs": 2}, "steps: expected None if epochs=2 is given"),
         ({"steps": 0}, "steps: expected a whole number from 1, got 0"),
         ({"steps": 2.5}, "steps: expected a whole number from 1, got 2.5"),
         ({"steps": None, "epochs": -1}, "epochs: expected a number above 0, got -1"),
-        ({"resume": True}, "resume: expected a folder .*; leave resume=True out"),
+        ({"resume": True}, "resume: expected a folder .*; leave out resume=True"),
         ({"lr": -1}, "lr: expected auto or a number above 0"),
         ({"device": "tpu"}, "device: expected one of auto, cpu, cuda"),
     ],

@@ -132,7 +132,7 @@ BROKEN = {
 
 # Remedies name options of the command, not arguments of Python.
 SAID = {
-    "one class": "one class: the training part has one word alone",
+    "one class": "one class: the training part has only one word",
     "wrong encoding": "perhaps --encoding latin-1",
     "labels, not text": "give --task classification or --task multilabel",
     "missing values": "data.arff:5: a missing value (?) of 'size'",

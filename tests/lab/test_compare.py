@@ -539,7 +539,7 @@ def test_labels(tmp_path):
         (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["--lr", "-1"], "--lr: expected auto or a number above 0, got '-1'"),
         (["--vocab-size", "1"], "--vocab-size: expected at least 2, got 1"),
-        (["--resume"], "--resume: expected --out with the folder to go on with"),
+        (["--resume"], "--resume: expected --out with the folder to continue"),
         (["--encoding", "klingon"], "klingon"),
     ],
 )

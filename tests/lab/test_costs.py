@@ -118,7 +118,9 @@ def test_what_cannot_be_built_or_run_has_its_reason(compared):
         "my_sizes-hungry": SIZES[:2],
     }
     assert cost["adaptive-cutoffs-100-200", 75]["reason"].startswith("cutoffs: expected")
-    assert cost["my_sizes-fixed", 75]["reason"] == "it has 300 classes, whatever it is built for"
+    assert cost["my_sizes-fixed", 75]["reason"] == (
+        "it always has 300 classes, whatever number it is built for"
+    )
     assert "out of memory: DefaultCPUAllocator" in cost["my_sizes-hungry", 1200]["reason"]
 
 
@@ -148,7 +150,7 @@ def test_a_broken_file_is_told_by_name(unmeasured):
     for held, message in (
         ("{", "expected JSON"),
         ('{"schema": 2}', "expected schema 1, got 2"),
-        ('{"schema": 1, "costs": [3]}', "expected what `lastlayer compare` wrote"),
+        ('{"schema": 1, "costs": [3]}', "expected a file of `lastlayer compare`"),
     ):
         (unmeasured / "costs.json").write_text(held)
         with pytest.raises(LabError, match=rf"costs\.json.*{message}"):

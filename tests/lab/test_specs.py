@@ -75,7 +75,7 @@ def test_arguments_are_those_of_the_constructor(needs, text, check):
         ("full:bia=1", r"no argument 'bia'; did you mean bias\?; full takes bias=true\|false, "),
         (
             "full:in_features=3",
-            r"in_features is what the data .* it; leave it out; full takes bias",
+            r"in_features is set from the data .*; leave it out; full takes bias",
         ),
         ("char_cnn:filters=3", r"filters: expected INTxINT,…, got .3."),
         ("full:bias=perhaps", r"bias: expected true\|false, got 'perhaps'"),
@@ -100,7 +100,7 @@ def test_a_value_that_the_constructor_refuses_names_the_spec(needs):
 
 
 def test_the_same_head_twice_is_refused():
-    with pytest.raises(SpecError, match="expected heads that differ"):
+    with pytest.raises(SpecError, match="expected different heads"):
         parse_specs(["entmax:alpha=1.5", "entmax:alpha=1.50"])
 
 

@@ -132,8 +132,8 @@ def test_pages_of_new_tasks(tmp_path, kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 9}, "--width: expected none beside hidden states of size 6, got 9"),
-        ({"model": "bag"}, "--model: expected none beside hidden states"),
+        ({"width": 9}, "--width: expected none with hidden states of size 6, got 9"),
+        ({"model": "bag"}, "--model: expected none with hidden states"),
         ({"heads": ("zlpr",)}, "expected a head for --task classification"),
         ({"model": "lstm"}, "--model: expected bag for --task classification, got 'lstm'"),
     ],

@@ -131,7 +131,7 @@ def test_other_folders_are_refused(out, tmp_path, command):
     assert "RUN: expected the folder of a finished run" in result.output
     result = runner.invoke(app, [command, str(out), *more])
     assert result.exit_code == 2
-    assert "RUN: expected one run, got the 2 of" in result.output
+    assert "RUN: expected one run, got 2 in" in result.output
 
 
 def test_python_names_its_own_arguments(out, tmp_path):

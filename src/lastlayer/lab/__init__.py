@@ -1,4 +1,4 @@
-"""The lab: the same model with each head under the same budget, and which one suits your data."""
+"""The lab: train one backbone with each head under the same budget, and see which head suits."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["CompareResult", "Trained", "compare", "load_trained"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: reading the options of a command does not import torch."""
+    """Import on first use, so that parsing the options of a command does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

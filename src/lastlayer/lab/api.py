@@ -1,6 +1,6 @@
 """Comparisons from Python, with your own backbone and batches.
 
-They make the same runs, folders and pages as ``lastlayer compare``.
+Runs, folders and pages are the same as those of ``lastlayer compare``.
 """
 
 import hashlib
@@ -70,44 +70,44 @@ def compare(
     ray: str | None = None,
     progress: bool = True,
 ) -> "CompareResult":
-    """Train your backbone with each output layer for the same steps, and say which one to use.
+    """Train your backbone with each output layer for the same steps, and recommend one of them.
 
     Args:
-        backbone: a function without arguments that makes an ``nn.Module`` from inputs to hidden
-            states, ``(batch, hidden)`` or ``(batch, length, hidden)``. It is called once per run:
-            torch is seeded before, so that every head gets the same fresh weights.
+        backbone: a function without arguments that returns a new ``nn.Module`` from inputs to
+            hidden states, ``(batch, hidden)`` or ``(batch, length, hidden)``. It is called once per
+            run, after seeding torch, so that every head gets the same initial weights.
         train: batches ``(inputs, target)`` that can be iterated anew in each epoch, such as a
-            ``DataLoader`` or a list. Inputs are given to the backbone as they are, on the device.
-            Targets are one class per hidden state, -100 for those to ignore; for ``multilabel``
-            the labels of each row, ``(batch, most labels)``, padded with -100.
-        valid: the same for validation.
+            ``DataLoader`` or a list. Inputs are moved to the device and passed to the backbone.
+            Targets are one class id per hidden state, -100 to ignore one; for ``multilabel`` the
+            labels of each row, ``(batch, most labels)``, padded with -100.
+        valid: validation batches, in the same form.
         heads: specs such as ``"adaptive:cutoffs=2000,10000"``, or classes that derive from
-            :class:`lastlayer.heads.Head`; None for one of every family that suits the task.
-        test: the same for the test; None judges on ``valid``, which the verdict notes.
+            :class:`lastlayer.heads.Head`; None takes one of every family that suits the task.
+        test: test batches. Without them heads are tested on ``valid``, which the verdict notes.
         task: ``classification``, ``lm`` (ranked by perplexity) or ``multilabel``.
-        steps: of each run, 400 by default.
-        epochs: in place of steps.
-        seeds: runs of each head.
-        hidden: size of the hidden state; None reads it off the first output.
-        n_classes: number of classes; None takes the largest training target.
-        counts: how often each class occurs in training; None counts in one pass.
-        class_names: for heads that read the spelling of classes, and for people.
-        lr: learning rate, or ``auto``, which tries three per head.
-        tolerance: the cheapest head is recommended whose quality is within this share of the best.
-        out: the folder of the comparison; None makes a temporary one, which stays.
-        resume: go on with the comparison in ``out``.
+        steps: training steps of each run, 400 by default.
+        epochs: training epochs of each run, instead of ``steps``.
+        seeds: number of runs per head, each with another seed.
+        hidden: hidden size; None takes it from the output for the first batch.
+        n_classes: number of classes; None takes the largest target in ``train``, plus 1.
+        counts: how often each class occurs in training; None counts them in ``train``.
+        class_names: names of the classes, for display and for heads that read their spelling.
+        lr: learning rate, or ``auto``, which tries three or more per head.
+        tolerance: the cheapest head whose quality is within this share of the best is recommended.
+        out: folder of the comparison; None creates a temporary one, which is not deleted.
+        resume: continue the comparison in ``out``.
         device: ``auto``, ``cpu`` or ``cuda``.
-        threads: of torch, on a CPU.
-        ray: an address of a Ray cluster, or ``local``: runs are made there, side by side.
-        progress: show how far it is.
+        threads: number of CPU threads of torch.
+        ray: address of a Ray cluster, or ``local``, to make the runs there in parallel.
+        progress: show the progress.
 
-    Every head sees the same batches: what they draw from torch's generator depends on the seed and
-    the step alone. A list is shuffled in each epoch, other iterables shuffle themselves.
-    Within the saved heads, classes are ordered by falling count, as several heads need them;
-    ``class_names`` or their old numbers are in vocabulary.json in that order.
+    Every head sees the same batches: random numbers that they draw from torch's generator depend on
+    the seed and the step only. A list is shuffled in each epoch; other iterables shuffle
+    themselves. Saved heads have their classes ordered by falling count, which several heads
+    require; vocabulary.json lists ``class_names``, or the original class ids, in that order.
 
     Raises:
-        LabError: something does not fit; nothing was trained.
+        LabError: an argument or a batch is not valid; raised before any training.
 
     Example:
         >>> import torch
@@ -127,7 +127,7 @@ def compare(
     """
     if steps is not None and epochs is not None:
         raise LabError(
-            f"steps: expected none beside epochs={epochs}, got {steps}; give one of them"
+            f"steps: expected None if epochs={epochs} is given, got {steps}; give one of them"
         )
     if steps is not None and (steps != int(steps) or steps < 1):
         raise LabError(f"steps: expected a whole number from 1, got {steps}")
@@ -165,9 +165,9 @@ class CompareResult:
     """The results of a comparison, read from its folder.
 
     Attributes:
-        folder: with all records, models and the page; :func:`lastlayer.lab.load_trained` reads the
+        folder: holds all records, models and the page; :func:`lastlayer.lab.load_trained` reads the
             runs below ``runs/``.
-        interrupted: whether Ctrl-C has stopped it; ``resume=True`` goes on.
+        interrupted: whether it was stopped by Ctrl-C; ``resume=True`` continues it.
     """
 
     folder: Path
@@ -180,16 +180,16 @@ class CompareResult:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """``sentence``, ``findings``, ``notes``, ``recommended``, and ``needed`` steps, if any."""
+        """The conclusions: ``sentence``, ``findings``, ``notes``, ``recommended`` and others."""
         return verdict(self.results)
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Each head with each seed, its status, its test metrics, its costs and its curves."""
+        """One run per head and seed, with status, test metrics, costs and learning curves."""
         return self.results.comparison.runs
 
     def table(self, kind: str = "rich") -> Any:
-        """All heads, best first: a table of ``rich``, or the text of one in ``markdown``."""
+        """All heads, best first, as a ``rich`` table or as ``markdown`` text."""
         from lastlayer.lab.report.tables import markdown
         from lastlayer.lab.show import results_table
 
@@ -200,7 +200,7 @@ class CompareResult:
         return results_table(self.results, width=120)
 
     def curves(self) -> list[dict[str, Any]]:
-        """Validation points of all runs, one record each; ``pandas.DataFrame`` takes the list."""
+        """Validation points of all runs, one record each, for ``pandas.DataFrame``."""
         metric = self.results.metric
         return [
             {
@@ -212,7 +212,7 @@ class CompareResult:
         ]  # fmt: skip
 
     def report(self, path: Path | str | None = None) -> Path:
-        """Write the page into the folder and, where a path is given, to that file; its path."""
+        """Write the page into the folder, and copy it to ``path`` if given; returns its path."""
         from lastlayer.lab.report import write_report
 
         page = write_report(self.folder)
@@ -234,22 +234,22 @@ def _spec(head: str | type[Head]) -> str:
 
 
 def _as_arguments(text: str) -> str:
-    """Replace options of the command in a message by the arguments of :func:`compare`."""
+    """Replace command-line options in a message by the arguments of :func:`compare`."""
 
-    def argument(found: re.Match[str]) -> str:
-        if found["command"]:
-            return found["command"]
-        flag = found["named"] or found["name"]
+    def argument(match: re.Match[str]) -> str:
+        if match["command"]:
+            return match["command"]
+        flag = match["named"] or match["name"]
         name = _ARGUMENTS.get(flag, flag.replace("-", "_"))
-        return f"use {name}={found['value']!r}" if found["value"] else name
+        return f"use {name}={match['value']!r}" if match["value"] else name
 
     text = re.sub(r"--resume\b(?!:)", "resume=True", text)
     return re.sub(_FLAG, argument, text)
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one pass over a part found."""
+class _PartStatistics:
+    """Class counts, rows per batch and a hash of the targets of a part."""
 
     counts: NDArray[np.int64]
     rows: list[int]
@@ -257,9 +257,9 @@ class _Seen:
 
 
 class GivenFeed:
-    """Batches that the user gave, classes numbered by falling count.
+    """The feed of the user's batches, with class ids ordered by falling count.
 
-    ``rows`` has the number of targets in each batch, ``place`` the new number of each class.
+    ``rows`` has the number of rows in each batch of a part, ``place`` the new id of each class.
     """
 
     def __init__(
@@ -273,11 +273,11 @@ class GivenFeed:
         self._stream: Iterator[Any] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling: without the iterator that is in use."""
+        """The state to pickle, without the current iterator."""
         return {**vars(self), "_next": None, "_stream": iter(())}
 
     def batch(self, seed: int, step: int) -> Batch:
-        """The batch of a step; going back or skipping iterates over the batches before it."""
+        """The batch of a step; out of order, all batches before it in the epoch are iterated."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._next != (seed, step) or place == 0:
             self._stream = self._shuffled(seed, epoch)
@@ -292,7 +292,7 @@ class GivenFeed:
             ) from None
 
     def held_out(self, part: str, rows: int) -> Iterator[Batch]:
-        """Whole batches at even distances, as many as have about so many rows."""
+        """Whole batches of a part, evenly spaced, with about ``rows`` rows in total."""
         sizes = self._rows[part]
         wanted = max(1, min(len(sizes), round(rows / (sum(sizes) / len(sizes)))))
         chosen = set(np.linspace(0, len(sizes) - 1, wanted).astype(np.int64).tolist())
@@ -312,11 +312,11 @@ class GivenFeed:
         target = torch.as_tensor(given).to(self._device, torch.int64)
         target = torch.where(target < 0, target, self._place[target.clamp(min=0)])
         size = target.numel() if self._one_class else len(target)
-        return Batch(_on(inputs, self._device), target, size)
+        return Batch(_to_device(inputs, self._device), target, size)
 
 
 def _seeded(batches: Batches, seed: int) -> Iterator[Any]:
-    """Iterate with torch seeded; the state of its generator outside is not changed."""
+    """Iterate with a seeded state of torch's generator; the caller's state is not changed."""
     own = getattr(batches, "generator", None)
     if isinstance(own, torch.Generator):
         own.manual_seed(seed)
@@ -335,17 +335,17 @@ def _seeded(batches: Batches, seed: int) -> Iterator[Any]:
         yield batch
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    """All tensors in it on the device."""
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Move all tensors in a nested value to the device."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return type(value)({key: _on(each, device) for key, each in value.items()})  # type: ignore[call-arg]
+        return type(value)({key: _to_device(each, device) for key, each in value.items()})  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        made = [_on(each, device) for each in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        moved = [_to_device(each, device) for each in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value
 
 
@@ -370,62 +370,62 @@ def _subject(
             )
         if n_classes not in (None, len(given)):
             raise LabError(
-                f"n_classes: expected {len(given)} beside as many counts, got {n_classes}"
+                f"n_classes: expected {len(given)}, the length of counts, got {n_classes}"
             )
         n_classes = len(given)
-    seen = {"train": _look("train", parts["train"], task, n_classes)}
-    found = seen["train"].counts
-    n_classes = len(found) if n_classes is None else n_classes
-    if n_classes < 2 or (found > 0).sum() < 2:
+    statistics = {"train": _scan("train", parts["train"], task, n_classes)}
+    train_counts = statistics["train"].counts
+    n_classes = len(train_counts) if n_classes is None else n_classes
+    if n_classes < 2 or (train_counts > 0).sum() < 2:
         raise LabError(
-            "train: expected targets of at least 2 classes, got one class only; there is nothing "
-            "to choose"
+            "train: expected targets of at least 2 classes, got one class only; check the targets "
+            "or n_classes"
         )
     judged_on_valid = parts["test"] is parts["valid"]
-    seen["valid"] = _look("valid", parts["valid"], task, n_classes)
-    seen["test"] = (
-        seen["valid"] if judged_on_valid else _look("test", parts["test"], task, n_classes)
+    statistics["valid"] = _scan("valid", parts["valid"], task, n_classes)
+    statistics["test"] = (
+        statistics["valid"] if judged_on_valid else _scan("test", parts["test"], task, n_classes)
     )
     if names is not None and len(set(names)) != n_classes:
         raise LabError(
             f"class_names: expected {n_classes} unique names, got {len(set(names))} of {len(names)}"
         )
     width = _hidden_size(backbone, parts["train"], task, hidden, device)
-    totals = np.pad(found, (0, n_classes - len(found))) if given is None else given
+    totals = np.pad(train_counts, (0, n_classes - len(train_counts))) if given is None else given
     order = np.argsort(-totals, kind="stable")
-    called = Vocabulary(
+    vocabulary = Vocabulary(
         tuple(str(i if names is None else names[i]) for i in order), totals[order].astype(np.int64)
     )
     described = {
-        "batches": len(seen["train"].rows), "notes": [_NO_TEST] if judged_on_valid else [],
+        "batches": len(statistics["train"].rows), "notes": [_NO_TEST] if judged_on_valid else [],
     }  # fmt: skip
-    sizes = {part: sum(each.rows) for part, each in seen.items()}
-    fingerprint = "".join(each.digest[:16] for each in seen.values())
+    sizes = {part: sum(each.rows) for part, each in statistics.items()}
+    fingerprint = "".join(each.digest[:16] for each in statistics.values())
     return Subject(
         data=data_record("your own batches", task, n_classes, sizes, fingerprint, described),
-        needs=ClassData(width, called.counts, () if names is None else called.tokens),
+        needs=ClassData(width, vocabulary.counts, () if names is None else vocabulary.tokens),
         feed=GivenFeed(
-            parts, {part: each.rows for part, each in seen.items()},
+            parts, {part: each.rows for part, each in statistics.items()},
             torch.from_numpy(np.argsort(order)), task, device,
         ),
         model=ModelSettings(OWN, task, 0, width),
         make_body=backbone,
         explore=lambda _body, _head: [],
         n_rows=sizes["train"],
-        save=lambda out: called.save(out / "vocabulary.json"),
+        save=lambda out: vocabulary.save(out / "vocabulary.json"),
         usual_lr=_USUAL_RATE,
         command=[FROM_PYTHON],
     )  # fmt: skip
 
 
 _NO_TEST = (
-    "No test batches were given: heads are judged on the validation batches, by which the best "
-    "model of each run was chosen too, so that qualities are slightly optimistic"
+    "No test batches were given: heads are tested on the validation batches, which also selected "
+    "the best model of each run, so qualities are slightly optimistic"
 )
 
 
-def _look(name: str, batches: Batches, task: str, n_classes: int | None) -> _Seen:
-    """One pass that checks that every batch is a pair and every target a class."""
+def _scan(name: str, batches: Batches, task: str, n_classes: int | None) -> _PartStatistics:
+    """Check in one pass that every batch is a pair and every target a class, and count them."""
     if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
         raise LabError(
             f"{name}: expected batches that can be iterated anew in each epoch, such as a "
@@ -443,14 +443,14 @@ def _look(name: str, batches: Batches, task: str, n_classes: int | None) -> _See
                 f"{name}: expected classes from 0{most}, or {PADDING} to ignore one, got {wrong} "
                 f"in batch {i}"
             )
-        found = np.bincount(kept, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        extended = np.bincount(kept, minlength=len(counts))
+        extended[: len(counts)] += counts
+        counts = extended
         rows.append(target.size if task != "multilabel" else len(target))
         digest.update(target.tobytes())
     if not rows or not counts.sum():
         raise LabError(f"{name}: expected batches with targets, got none")
-    return _Seen(counts, rows, digest.hexdigest())
+    return _PartStatistics(counts, rows, digest.hexdigest())
 
 
 def _target_of(name: str, batch: Any, task: str) -> NDArray[np.int64]:
@@ -479,8 +479,8 @@ def _hidden_size(
     """The hidden size of the backbone's output for the first batch."""
     if isinstance(backbone, nn.Module) or not callable(backbone):
         raise LabError(
-            f"backbone: expected a function that makes a module, got {type(backbone).__name__}; "
-            "every run needs fresh weights: pass lambda: MyBackbone(…)"
+            f"backbone: expected a function that returns a new module, got "
+            f"{type(backbone).__name__}; every run needs new weights: pass lambda: MyBackbone(…)"
         )
     with torch.random.fork_rng():
         body, again = backbone(), backbone()
@@ -490,21 +490,21 @@ def _hidden_size(
             raise LabError("backbone: expected a new module from each call, got the same one twice")
         inputs, given = next(iter(_seeded(train, _HELD_OUT_SEED)))
         with torch.no_grad():
-            made = body.to(device).eval()(_on(inputs, device))
-    if not isinstance(made, Tensor):
-        raise LabError(f"backbone: expected a tensor of hidden states, got {type(made).__name__}")
+            output = body.to(device).eval()(_to_device(inputs, device))
+    if not isinstance(output, Tensor):
+        raise LabError(f"backbone: expected a tensor of hidden states, got {type(output).__name__}")
     shape = torch.as_tensor(given).shape
     rows = shape[:1] if task == "multilabel" else shape
-    if made.shape[:-1] != rows or made.ndim < 2:
+    if output.shape[:-1] != rows or output.ndim < 2:
         raise LabError(
             f"backbone: expected hidden states of shape ({', '.join(map(str, rows))}, hidden) for "
-            f"targets of shape {tuple(shape)}, got {tuple(made.shape)}"
+            f"targets of shape {tuple(shape)}, got {tuple(output.shape)}"
         )
-    if hidden is not None and made.shape[-1] != hidden:
-        raise LabError(f"backbone: expected hidden states of size {hidden}, got {made.shape[-1]}")
-    if made.dtype != torch.get_default_dtype():
+    if hidden is not None and output.shape[-1] != hidden:
+        raise LabError(f"backbone: expected hidden states of size {hidden}, got {output.shape[-1]}")
+    if output.dtype != torch.get_default_dtype():
         raise LabError(
-            f"backbone: expected hidden states of {torch.get_default_dtype()}, got {made.dtype}; "
+            f"backbone: expected hidden states of {torch.get_default_dtype()}, got {output.dtype}; "
             "cast its output"
         )
-    return made.shape[-1]
+    return output.shape[-1]

@@ -39,7 +39,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 
 def whole_number(text: Any) -> int:
-    """A count as people write it: 250000, 250k, 1.5M, 1B.
+    """Parse a count such as 250000, 250k, 1.5M or 1B.
 
     Example:
         >>> whole_number("100M"), whole_number("1.5k"), whole_number("1,000")
@@ -56,11 +56,11 @@ def whole_number(text: Any) -> int:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands to the program."""
+    """Add the commands to ``app``."""
     width = max(map(len, FAMILIES))
     # Plain spaces would be collapsed.
     heads_ = [f"{name:\N{NO-BREAK SPACE}<{width}}  {each.title}" for name, each in FAMILIES.items()]
-    epilog = "\n".join(["Heads (lastlayer heads says what they do and take):", *heads_])
+    epilog = "\n".join(["Heads (lastlayer heads lists their arguments):", *heads_])
     app.command("compare", cls=CompareCommand, epilog=epilog)(compare)
     for command in (heads, inspect, plan, show, report, generate, export):
         app.command(command.__name__)(command)
@@ -68,9 +68,9 @@ def register(app: typer.Typer) -> None:
 
 @contextmanager
 def refusals(**flags: str) -> Iterator[None]:
-    """Turns errors of the user into one message and exit code 2, without a traceback.
+    """Print user errors as one message with exit code 2, without a traceback.
 
-    ``flags`` maps arguments of the functions that a command calls to its options.
+    ``flags`` maps argument names in messages to the options of the command.
     """
     try:
         require(*PACKAGES)
@@ -88,19 +88,19 @@ def refusals(**flags: str) -> Iterator[None]:
 
 
 def as_flags(text: str) -> str:
-    """Replace arguments of :func:`lastlayer.lab.data.load` in a message by options."""
+    """Replace arguments of :func:`lastlayer.lab.data.load` in a message by command-line options."""
     names = "|".join(("task", *READING))
 
     def flag(found: re.Match[str]) -> str:
         return " ".join([f"--{found[1].replace('_', '-')}", *found.groups()[1:]])
 
-    # File names may contain these words: only mentions of an option are replaced.
+    # File names may contain these words, so only mentions of an option are replaced.
     text = re.sub(rf"\b({names})='?((?<=')[^']*)'?", flag, text)
     return re.sub(rf"(?<=another |; lower )({names})\b", flag, text)
 
 
 def _with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of a comparison, or all, as its argument ``options``."""
+    """Add these options of a comparison, or all, to a command; it gets them as ``options``."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         taken = [each for each in fields(CompareOptions) if not names or each.name in names]
@@ -127,7 +127,7 @@ def _with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 class CompareCommand(TyperCommand):
-    """Lets ``--ray`` stand without an address, which typer does not support."""
+    """Allows ``--ray`` without an address, which typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the default address."""
@@ -157,7 +157,7 @@ def compare(
     """Train the same backbone with each output layer (head), and write a page about it."""
     with refusals():
         if resume and out is None:
-            raise LabError("--resume: expected --out with the folder to go on with, got none")
+            raise LabError("--resume: expected --out with the folder to continue, got none")
         options.settled()
         out = out or _new_folder(options.data)
         raise typer.Exit(_compare(options, out, resume, quiet, as_json, ray))
@@ -184,7 +184,7 @@ def _compare(
     elif not quiet:
         print_summary(out, console)
     if done.interrupted:
-        # Output for machines must not change: this goes to stderr.
+        # Keep stdout machine-readable.
         resumed = f"lastlayer compare --resume --out {shlex.quote(str(out))}"
         typer.echo(f"Stopped. Resume with: {resumed}", err=quiet or as_json)
     if not as_json:
@@ -201,7 +201,7 @@ def _new_folder(data: str | None) -> Path:
 
 
 def heads(*, as_json: AsJson = False) -> None:
-    """Every head that --head takes, what it is, and its arguments."""
+    """List the heads that --head takes, with their arguments."""
     with refusals():
         from lastlayer.lab.families import title
         from lastlayer.lab.specs import arguments_of, catalogue
@@ -224,7 +224,7 @@ def heads(*, as_json: AsJson = False) -> None:
 
 @_with_options("data", "task", *READING)
 def inspect(options: CompareOptions, hidden: Hidden = 256, as_json: AsJson = False) -> None:
-    """Classes, frequencies, code lengths, and which heads to try first and why."""
+    """Print statistics of the classes, and which heads to try first and why."""
     with refusals():
         settled = options.settled()
 
@@ -272,9 +272,9 @@ def plan(
     )] = "float32",
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Time and memory of a training step of each head at a size, measured here.
+    """Measure time and memory of a training step of each head for a number of classes.
 
-    With --ranks: memory and traffic of heads over several processes, counted.
+    With --ranks: compute memory and traffic of heads over several processes instead.
     """
     console = Console()
     with refusals():
@@ -312,7 +312,7 @@ def _plan_processes(
 ) -> None:
     from lastlayer.lab.process_plan import plan_processes, render_processes
 
-    # The plan is for other machines: by default for their GPUs.
+    # The plan is for other machines, so GPUs are the default.
     device = "cpu" if settled.device == "cpu" else "cuda"
     found = plan_processes(
         *sizes, task=settled.task or "lm", heads=tuple(settled.heads), device=device, **given
@@ -332,7 +332,7 @@ def show(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Settings side by side, then results with intervals."""
+    """Print settings side by side, then results with confidence intervals."""
     with refusals():
         from lastlayer.lab.show import show as print_runs
 
@@ -340,7 +340,7 @@ def show(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compare --out wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a comparison.")],
 ) -> None:
     """Write the page, the pictures and the tables of a comparison again."""
     with refusals():
@@ -353,7 +353,7 @@ def generate(
     run: Run,
     *,
     prompt: Annotated[
-        str, typer.Option(help="Beginning of the text; it is tokenized as the data was.")
+        str, typer.Option(help="Beginning of the text, tokenized in the same way as the data.")
     ] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 40,
     top: Annotated[int, typer.Option(min=0, help="Number of candidates to show per token.")] = 5,
@@ -363,7 +363,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Text from a trained run, and the most probable tokens at each step."""
+    """Generate text with a trained run, and print the most probable tokens at each step."""
     with refusals(path="RUN", trained="RUN"):
         from lastlayer.lab import trained as of
 
@@ -393,7 +393,7 @@ def export(
     *,
     to: Annotated[Path, typer.Option(metavar="DIR", help="A folder that is new or empty.")],
 ) -> None:
-    """A trained run as safetensors, settings and vocabulary, in a folder that stands alone."""
+    """Export a trained run to a self-contained folder: safetensors, settings and vocabulary."""
     with refusals(path="RUN", to="--to"):
         from lastlayer.lab.trained import export as copy
 

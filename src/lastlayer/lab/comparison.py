@@ -34,8 +34,8 @@ from lastlayer.lab.training import WARM_UP
 from lastlayer.parallel.communication import as_bytes
 
 _FLOAT = 4
-# Numbers of a checkpoint for each parameter: itself and two moments. An old one and a new one are
-# there at a time.
+# Values per parameter in checkpoints: itself and two moments, and all of them twice, since the old
+# checkpoint is removed after the new one is written.
 _CHECKPOINT_COPIES = 6
 
 
@@ -44,9 +44,9 @@ class Compared:
     """The outcome of a comparison."""
 
     out: Path  # its folder
-    results: list[dict[str, Any]]  # of its runs, in the order they were made
-    interrupted: bool  # whether a person has stopped it
-    # Against the number of classes, as costs.json has them; None where it was stopped before.
+    results: list[dict[str, Any]]  # of its runs, in the order in which they were made
+    interrupted: bool  # whether the user stopped it
+    # Cost by number of classes, the content of costs.json; None if not measured.
     costs: dict[str, Any] | None = None
 
 
@@ -62,24 +62,24 @@ def compare(
     console: Console,
     ray: str | None = None,
 ) -> Compared:
-    """Compares on the data that the options name; ``ray`` is the address of a cluster, if any."""
+    """Compare heads on the data in the options; ``ray`` is the address of a cluster, if any."""
     options = options_of(options, out, resume)
-    told = Console(quiet=True) if quiet else console
+    output = Console(quiet=True) if quiet else console
 
     def make(settled: Settled, device: torch.device) -> Subject:
-        told.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
+        output.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
         data = settled.read()
         subject = _of_data(data, options.settled(data.task), device)
         if subject.model.kind == IDENTITY:
-            # Hidden states that are there already have a size, and need no backbone.
+            # Precomputed hidden states have a fixed size, and need no backbone.
             own = subject.model.width
             for option, value, fits in (
                 ("--width", options.width, (None, own)), ("--model", options.model, (None,)),
             ):  # fmt: skip
                 if value not in fits:
                     raise LabError(
-                        f"{option}: expected none beside hidden states of size {own}, got {value}; "
-                        "leave it out: heads are trained on the states themselves"
+                        f"{option}: expected none with hidden states of size {own}, got {value}; "
+                        "leave it out: heads are trained on the hidden states directly"
                     )
         return subject
 
@@ -95,7 +95,7 @@ def conduct(
     console: Console,
     ray: str | None = None,
 ) -> Compared:
-    """Trains and judges; every mistake is a LabError before the first run, and leaves nothing."""
+    """Make and evaluate all runs. User errors are raised before the first run, without files."""
     settled = options.settled()
     parse_specs(settled.heads, task=settled.task)
     device = machine.device_named(settled.device)
@@ -112,8 +112,8 @@ def conduct(
         lock = records.Lock(out)
         open_things.callback(lock.release)
         try:
-            told = Console(quiet=True) if quiet else console
-            bench, specs = _prepare(options, out, make(settled, device), device, told)
+            output = Console(quiet=True) if quiet else console
+            bench, specs = _prepare(options, out, make(settled, device), device, output)
         except BaseException:
             lock.release()
             if new:
@@ -122,11 +122,11 @@ def conduct(
             raise
         watching = watcher(console, specs, settled.seeds, quiet=quiet)
         open_things.callback(watching.close)
-        # Memory is collected after each run: what is there before them all is not looked through.
+        # Garbage is collected after each run; objects that exist before the first need no scan.
         gc.collect()
         gc.freeze()
         open_things.callback(gc.unfreeze)
-        # Quiet or not, a person who presses Ctrl-C is there and waits for an answer.
+        # Ctrl-C is acknowledged with --quiet, too.
         say = partial(typer.echo, err=True) if quiet else watching.says
         with _interruptible(say) as stopped:
             results = run_all(bench, specs, settled.seeds, watching, stopped)
@@ -159,7 +159,7 @@ def _run_all(
 def _prepare(
     options: CompareOptions, out: Path, subject: Subject, device: torch.device, console: Console
 ) -> tuple[Bench, list[HeadSpec]]:
-    """Checks and records before the first run; returns what the runs share, and the heads."""
+    """Check everything and write compare.json before the first run; returns bench and heads."""
     for line in records.told_of(subject.data):
         console.print(line, highlight=False, markup=False)
     task = subject.model.task
@@ -232,13 +232,13 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
     other = [f"{name} was {then} and is {new}" for name, then, new in parts if then != new]
     if other:
         raise LabError(
-            f"--resume: expected what '{out}' was made with, got something else: "
+            f"--resume: expected the settings of the comparison in '{out}', got others: "
             f"{'; '.join(other)}; choose another --out"
         )
 
 
 def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
-    """Data from files, with a backbone of the lab's."""
+    """Data from files, with a backbone of the lab."""
     feed, model = _feed(data, settled, device)
 
     def save(out: Path) -> None:
@@ -265,25 +265,25 @@ def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
 def _budget(
     bench: Bench, specs: list[HeadSpec], settled: Settled, console: Console
 ) -> dict[str, Any]:
-    """The number of steps of every run, for compare.json; a resumed folder keeps its own."""
+    """The budget in steps, for compare.json; a resumed comparison keeps its recorded budget."""
     path = bench.out / "compare.json"
     if path.is_file():
         return dict(records.read_json(path)["budget"])
     asked, per_epoch = settled.budget, bench.feed.steps_per_epoch
-    made: dict[str, Any] = {"kind": "steps"}
+    budget: dict[str, Any] = {"kind": "steps"}
     slowest_ms = None
     if asked.kind == "seconds":
         console.print("Timing a step of each head …", highlight=False)
         slowest_ms, label = max((step_ms(bench, spec), spec.label) for spec in specs)
-        made |= {"slowest": label, "step_ms": round(slowest_ms, 3)}
+        budget |= {"slowest": label, "step_ms": round(slowest_ms, 3)}
     steps = asked.steps(per_epoch, slowest_ms)
     if slowest_ms is not None:
         console.print(
-            f"{asked} are {steps:,} steps of {made['slowest']}, the slowest head: every head makes "
-            "as many.",
+            f"{asked} of training is {steps:,} steps of {budget['slowest']}, the slowest head; "
+            "every head makes as many steps.",
             highlight=False,
         )
-    return {**made, "amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
+    return {**budget, "amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
 
 
 def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, ModelSettings]:
@@ -303,7 +303,7 @@ def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, Mod
 
 
 def _check_sizes(options: CompareOptions, feed: Feed) -> None:
-    """Refuse a batch or length larger than the data; the defaults shrink instead."""
+    """Refuse a given batch size or length that exceeds the data; defaults are reduced instead."""
     length = int(getattr(feed, "length", 1))
     if options.length is not None and options.length > length:
         raise LabError(
@@ -320,7 +320,7 @@ def _check_sizes(options: CompareOptions, feed: Feed) -> None:
 
 
 def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
-    """A backbone; dense features are standardised by the training part."""
+    """A new backbone; dense features are standardised with statistics of the training part."""
     body = build_body(model)
     if isinstance(data, TextData) or not isinstance(body, FeatureBody | PairBody):
         return body
@@ -331,7 +331,7 @@ def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
 
 
 def _check_space(out: Path, specs: list[HeadSpec], seeds: int, subject: Subject) -> None:
-    """Disk for all models and the largest checkpoint. Every head is built once: bad values show."""
+    """Check that all models and the largest checkpoint fit on disk, and that all heads build."""
     needs = subject.needs
     try:
         of_body = sum(each.numel() for each in subject.make_body().parameters())
@@ -354,13 +354,13 @@ def _check_space(out: Path, specs: list[HeadSpec], seeds: int, subject: Subject)
 
 
 def options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptions:
-    """The options of the folder that is resumed; otherwise those given, for an empty folder."""
+    """The recorded options with ``resume``; otherwise the given ones, for a new or empty folder."""
     path = out / "compare.json"
     if resume:
         if not path.is_file():
             raise LabError(
-                f"--resume: expected a folder with a compare.json, got '{out}'; leave --resume out "
-                "to begin there"
+                f"--resume: expected a folder with a compare.json, got '{out}'; leave out --resume "
+                "to start a new comparison there"
             )
         recorded = CompareOptions.from_json(records.read_json(path).get("options") or {})
         return options.resumed(recorded, out)
@@ -368,27 +368,27 @@ def options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptio
         not out.is_dir() or any(each.name != records.LOCK for each in out.iterdir())
     ):
         raise LabError(
-            f"--out: expected a folder that is new or empty, got '{out}'; add --resume to go on "
-            "with what is there, or choose another one"
+            f"--out: expected a folder that is new or empty, got '{out}'; add --resume to continue "
+            "its comparison, or choose another one"
         )
     return options
 
 
 @contextmanager
 def _interruptible(say: Callable[[str], None]) -> Iterator[list[bool]]:
-    """Yields a list that the first Ctrl-C fills; a second Ctrl-C interrupts as usual."""
+    """Yields a list, empty until the first Ctrl-C; a second Ctrl-C interrupts as usual."""
     pressed: list[bool] = []
 
     def press(_number: int, _frame: FrameType | None) -> None:
         pressed.append(True)
-        # Shells start jobs in the background with SIGINT ignored; a second one counts all the same.
+        # Shells start background jobs with SIGINT ignored; there, too, the second one interrupts.
         signal.signal(signal.SIGINT, before if callable(before) else signal.default_int_handler)
         say("Stopping after the current step, then writing the page. Ctrl-C again stops at once.")
 
     try:
         before = signal.signal(signal.SIGINT, press)
     except ValueError:
-        # Signals can be handled in the main thread only.
+        # Python handles signals in the main thread only.
         yield pressed
         return
     try:

@@ -1,10 +1,10 @@
-"""What a training step of each head costs, measured: time and memory at a number of classes.
+"""Measures time and memory of a training step of each head for given numbers of classes.
 
-Every head is built for the size that is asked for, with class frequencies by Zipf's law, and its
-loss is computed forward and backward without a backbone and without an optimiser. The cheapest head
-comes first, and all heads share one time: where it or memory would not last, a reason is given
-instead. ``lastlayer compare`` measures around the number of classes of its data, ``lastlayer plan``
-at a size that a person names.
+Every head is built for the given size, with class frequencies by Zipf's law, and its loss is
+computed forward and backward without backbone and optimiser. The cheapest head comes first, and all
+heads share one time limit: a head that would exceed the time or the memory left gets a reason
+instead of a cost. ``lastlayer compare`` measures around the number of classes of its data,
+``lastlayer plan`` for a number that the user gives.
 """
 
 import math
@@ -37,7 +37,7 @@ from lastlayer.lab.training import Stepper
 
 # Time for measuring: seconds per head, or this share of the training time if that is more.
 SECONDS_A_HEAD, SHARE_OF_TRAINING = 1.5, 0.05
-# Each number of classes is so many times the one before.
+# Ratio of successive numbers of classes, and how many of them are measured.
 GROWTH, SIZES = 4, 4
 # With fewer classes, a step costs little more than the overhead of its calls.
 FEWEST_CLASSES = 64
@@ -45,14 +45,14 @@ FEWEST_CLASSES = 64
 SAMPLED_SECONDS = 0.1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 25
 _MOST_OF_MEMORY = 0.5
-# Without numbers: the page tells all sizes with the same reason together.
+# Without numbers, since the page groups sizes by the reason.
 TOO_LONG = "it would have taken longer than what was left of the time for measuring"
 TOO_LARGE = "it would have taken more than half of the free memory"
-# Assumed copies of the weight (parameters, gradients, temporaries) where no peak was measured.
+# Assumed copies of the weight (parameters, gradients, temporaries) if no peak was measured.
 _COPIES = 4
-# Extra draws with replacement, so that a row nearly always has enough different labels.
+# Extra draws with replacement, so that a row nearly always has enough distinct labels.
 _SPARE_DRAWS, _SPARE_TIMES = 16, 4
-# First private-use letter: words with one cannot be in the data.
+# First private-use code point: words that contain one do not occur in data.
 _PRIVATE = 0xE000
 
 
@@ -98,18 +98,18 @@ class Words(Sequence[str]):
 
 @dataclass(frozen=True)
 class Problem:
-    """Makes data for any number of classes that is otherwise like that of the comparison."""
+    """Generates data like that of the comparison for any number of classes."""
 
-    needs: ClassData  # what heads are made from at the data's own number of classes
+    needs: ClassData  # the class data of the comparison, from which heads are built
     shape: tuple[int, ...]  # of the targets of a step, (batch, length), or (rows, labels)
-    # How many labels each row has; None where each target is one class.
+    # Number of labels of each row; None if each target is one class.
     lengths: NDArray[np.int64] | None
-    device: torch.device  # where it is
+    device: torch.device  # of the generated tensors
     _made: dict[int, ClassData] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, needs: ClassData, feed: Feed, task: str, device: torch.device) -> "Problem":
-        """With steps as the feed has them."""
+        """The problem with the batch shape of a feed."""
         target = feed.batch(0, 0).target.cpu().numpy()
         lengths = (target != PADDING).sum(1) if task == "multilabel" else None
         return cls(needs, target.shape, lengths, device)
@@ -123,7 +123,7 @@ class Problem:
         return self.shape[0] if self.lengths is not None else int(np.prod(self.shape))
 
     def at(self, classes: int) -> ClassData:
-        """What heads are made from at this number of classes."""
+        """The class data for this number of classes, from which heads are built."""
         if classes not in self._made:
             total = max(int(self.needs.counts.sum()), classes)
             counts = np.maximum(total * zipf_shares(classes), 1).astype(np.int64)
@@ -132,14 +132,14 @@ class Problem:
         return self._made[classes]
 
     def body(self) -> GivenStates:
-        """Hidden states of a step."""
+        """A backbone with random hidden states for a step."""
         rows = self.shape if self.lengths is None else self.shape[:1]
         draw = torch.Generator().manual_seed(0)
         hidden = torch.randn(*rows, self.width, generator=draw)
         return GivenStates(hidden.to(self.device))
 
     def batch(self, classes: int) -> Batch:
-        """Targets of a step, and tokens before them for heads that want to see some."""
+        """Random targets of a step, and random input tokens for heads that use the context."""
         draw = np.random.default_rng([0, classes])
         ends = np.cumsum(zipf_shares(classes))
         if self.lengths is None:
@@ -147,7 +147,7 @@ class Problem:
             return Batch(self._tensor(inputs), self._tensor(target), self.rows)
         table = np.full(self.shape, PADDING, np.int64)
         for row, length in zip(table, self.lengths, strict=True):
-            # Of many draws the first that differ: with the chances of drawing without replacement.
+            # The first distinct values of many draws are draws without replacement.
             many = _drawn(draw, ends, (_SPARE_TIMES * int(length) + _SPARE_DRAWS,))
             kept = list(dict.fromkeys(many.tolist()))[: int(length)]
             row[: len(kept)] = kept
@@ -158,7 +158,7 @@ class Problem:
 
 
 def zipf_shares(classes: int) -> NDArray[np.float64]:
-    """Frequencies of classes by Zipf's law, one over the rank, to the sum 1."""
+    """Class frequencies by Zipf's law, proportional to 1 / rank, with sum 1."""
     shares = 1.0 / np.arange(1, classes + 1)
     return np.asarray(shares / shares.sum())
 
@@ -166,26 +166,26 @@ def zipf_shares(classes: int) -> NDArray[np.float64]:
 def _drawn(
     draw: np.random.Generator, ends: NDArray[np.float64], shape: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    found = np.searchsorted(ends, draw.random(shape), side="right")
+    classes = np.searchsorted(ends, draw.random(shape), side="right")
     # The last end may be a little below 1.
-    return np.minimum(found, len(ends) - 1).astype(np.int64)
+    return np.minimum(classes, len(ends) - 1).astype(np.int64)
 
 
 class Meter:
-    """Measures heads at one size after the other, as long as time and memory last.
+    """Measures heads at one size after the other while time and memory last.
 
-    ``seconds`` are for all heads and sizes. Results are appended to ``found``.
+    ``seconds`` is the limit for all heads and sizes together. Results are appended to ``found``.
     """
 
     def __init__(
         self, problem: Problem, specs: Sequence[HeadSpec], seconds: float, found: list[Cost]
     ) -> None:
         self._problem, self._specs, self.left, self.found = problem, specs, seconds, found
-        # Seconds in which the last head of a spec and its data were made.
-        self._making: dict[str, float] = {}
+        # Seconds to build the last head of each spec and its data.
+        self._build_seconds: dict[str, float] = {}
         self._device = problem.device
-        # As large as a GPU's cache, which is cleared before each step. It is made first, so that it
-        # is not counted as a head's memory.
+        # Larger than a GPU's cache; zeroed before each step to clear the cache. Allocated first, so
+        # that it is not counted as a head's memory.
         on_gpu = self._device.type == "cuda"
         self._buffer = torch.empty(2**28, dtype=torch.int8, device=self._device) if on_gpu else None
 
@@ -195,7 +195,7 @@ class Meter:
         tell: Callable[[HeadSpec, int], None] = lambda *_: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Every head that is not known at this size gets a time or a reason."""
+        """Measure each head that has no result at this size; it gets a time or a reason."""
         known = {each.slug for each in self.found if each.classes == classes}
         rising = sorted(self.found, key=lambda each: each.classes)
         largest = {each.slug: each for each in rising if each.ms is not None}
@@ -217,20 +217,20 @@ class Meter:
             self.found.append(cost)
 
     def _expected(self, last: Cost | None, classes: int) -> tuple[float, float]:
-        """Seconds and bytes, as if all grew with the number of classes; 0 where none is known."""
+        """Seconds and bytes, extrapolated linearly in the number of classes; 0 if unknown."""
         if last is None or last.ms is None:
             return 0.0, 0.0
         growth, usual = classes / last.classes, _COPIES * last.classes * self._problem.width
-        seconds = 1e-3 * (1 + FEWEST_SAMPLES) * last.ms + self._making.get(last.slug, 0.0)
+        seconds = 1e-3 * (1 + FEWEST_SAMPLES) * last.ms + self._build_seconds.get(last.slug, 0.0)
         return growth * seconds, growth * 1e6 * (last.peak_memory_mb or 4e-6 * usual)
 
     def time(self, spec: HeadSpec, classes: int) -> Cost:
-        """The cost of a step; an error of the head becomes its reason."""
+        """The cost of a step; if the head raises an error, that is the reason for having none."""
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                if spec.slug not in self._making:
-                    # What a resumed comparison has not trained is imported and compiled here.
+                if spec.slug not in self._build_seconds:
+                    # Import and compile before timing: after a resume nothing was trained yet.
                     self._ready(spec, classes)[1]()
                 return self._time(spec, classes)
         except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
@@ -240,7 +240,7 @@ class Meter:
         held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         began = time.perf_counter()
         head, step = self._ready(spec, classes)
-        self._making[spec.slug] = time.perf_counter() - began
+        self._build_seconds[spec.slug] = time.perf_counter() - began
         first = self._milliseconds(step)
         memory = PeakMemory(self._device, head)
         memory.start()
@@ -251,7 +251,7 @@ class Meter:
             samples.append(self._milliseconds(step))
         memory.stop()
         low, median, high = np.percentile(samples, [20, 50, 80]).tolist()
-        # The first step of a size may compile something: that is not taken from the time.
+        # Compiling in the first step of a size does not count against the limit.
         self.left -= time.perf_counter() - began - max(0.0, first - median) / 1e3
         return Cost(
             spec.slug, classes, median, low, high, len(samples),
@@ -260,11 +260,11 @@ class Meter:
         )  # fmt: skip
 
     def _ready(self, spec: HeadSpec, classes: int) -> tuple[nn.Module, Callable[[], None]]:
-        """The head, and what makes a step of it."""
+        """The head, and a function that makes one step of it."""
         head = spec.build(self._problem.at(classes)).to(self._device).train()
-        made = getattr(head, "n_classes", classes)
-        if made != classes:
-            raise SpecError(f"it has {made:,} classes, whatever it is built for")
+        n_built = getattr(head, "n_classes", classes)
+        if n_built != classes:
+            raise SpecError(f"it always has {n_built:,} classes, whatever number it is built for")
         body, batch = self._problem.body(), self._problem.batch(classes)
         stepper = Stepper(body, head, lr=0.0, clip=1.0)
         learned = [*body.parameters(), *head.parameters()]
@@ -277,7 +277,7 @@ class Meter:
         return head, step
 
     def _milliseconds(self, step: Callable[[], None]) -> float:
-        """Of a step, on a GPU by its own clock."""
+        """Duration of a step in milliseconds, on a GPU by CUDA events."""
         if self._buffer is None:
             start = time.perf_counter()
             step()
@@ -301,7 +301,7 @@ def _reason(error: Exception, spec: HeadSpec) -> str:
 
 
 def sizes_around(own: int) -> list[int]:
-    """The number of classes of the data, two smaller ones unless they are too few, and larger ones.
+    """Numbers of classes to measure: up to two smaller than the data's own, it, and larger ones.
 
     Example:
         >>> sizes_around(60_000), sizes_around(20)
@@ -318,7 +318,7 @@ def measure_costs(
     watching: Watcher,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Measure what costs.json of a comparison lacks; returns its content."""
+    """Measure the costs that are missing in costs.json; returns its content."""
     task, own = bench.model.task, bench.needs.n_classes
     problem = Problem.of(bench.needs, bench.feed, task, bench.device)
     sizes = sizes_around(own)
@@ -339,7 +339,7 @@ def measure_costs(
         return record()
     meter = Meter(problem, specs, _seconds_for(len(specs), results), found)
     try:
-        # The smallest first, and that of the data next. Killed, it goes on with the next size.
+        # The smallest size first, then that of the data. A resume continues with the next size.
         for classes in dict.fromkeys([sizes[0], own, *sizes]):
             meter.at(
                 classes, lambda spec, n: watching.measures(spec, n, len(found) / total), stopped
@@ -368,23 +368,24 @@ def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
         return []
 
 
-# Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
+# Trees and bands take about 150 bytes per class to build.
 MOST_CLASSES = 20_000_000
-# Of each row, where a row has several.
+# Labels per row, for multi-label heads.
 LABELS = 5
-# Heads are first measured at a size so many times smaller: it shows which can be at the asked one.
+# Heads are first measured with this many times fewer classes, if these are enough: it shows which
+# heads can be measured at the given size.
 _SMALLER, _FEWEST = 16, 256
 _LETTERS = 11
-# Processes per core from which on times are not to be trusted.
+# Load average per core above which times are unreliable.
 BUSY = 1.5
 
 
 @dataclass(frozen=True)
 class PlannedHead(Cost):
-    """A training step of a head at the size that was asked for."""
+    """The cost of a training step of a head at the given size."""
 
-    head: str = ""  # its spec, as lastlayer compare --head takes it
-    smaller: str = ""  # what it took with fewer classes, where it could not be measured
+    head: str = ""  # its spec, for lastlayer compare --head
+    smaller: str = ""  # its time with fewer classes, if it could not be measured at this size
 
     def as_json(self) -> dict[str, Any]:
         """For JSON."""
@@ -402,11 +403,11 @@ def plan(
     seconds: float = 60.0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[PlannedHead]:
-    """A few steps of each head, the fastest first; those that could not be measured come last.
+    """Measure a few training steps of each head; the fastest come first, unmeasured ones last.
 
     Everything is float32, class frequencies follow Zipf's law, and ``rows`` is the batch size times
-    the length. Without heads, all that suit the task are measured. A head that would take longer
-    than what is left of ``seconds``, which are for all of them, has a reason instead of a time.
+    the length. Without heads, all that suit the task are measured. ``seconds`` limits the time of
+    all heads together; a head that would exceed the time left has a reason instead of a cost.
     """
     sizes: dict[str, Any] = {"classes": classes, "hidden": hidden, "rows": rows}
     for name, value in sizes.items():
@@ -437,22 +438,22 @@ def plan(
     meter = Meter(Problem(needs, shape, lengths, place), specs, seconds, [])
     smaller = classes // _SMALLER
     for size in [smaller] * (smaller >= _FEWEST) + [classes]:
-        # What the smaller size took is not taken from the asked one.
+        # Each size has the whole time limit.
         meter.left = seconds
         meter.at(size, lambda spec, n: tell(f"{spec.label} with {n:,} classes"))
     give_back()
     before = {each.slug: each.ms for each in meter.found if each.classes == smaller and each.ms}
-    texts, found = {spec.slug: spec.text for spec in specs}, []
+    texts, planned = {spec.slug: spec.text for spec in specs}, []
     for cost in (each for each in meter.found if each.classes == classes):
-        took = ""
+        smaller_time = ""
         if cost.reason and cost.slug in before:
-            took = f"{metrics.STEP_MS.format(before[cost.slug])} with {smaller:,} classes"
-        found.append(PlannedHead(**asdict(cost), head=texts[cost.slug], smaller=took))
-    return sorted(found, key=lambda each: math.inf if each.ms is None else each.ms)
+            smaller_time = f"{metrics.STEP_MS.format(before[cost.slug])} with {smaller:,} classes"
+        planned.append(PlannedHead(**asdict(cost), head=texts[cost.slug], smaller=smaller_time))
+    return sorted(planned, key=lambda each: math.inf if each.ms is None else each.ms)
 
 
 def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
-    """A table, what could not be measured and why, and what the numbers are."""
+    """Print a table of the costs, the heads without one and why, and what was measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("head", no_wrap=True)
     for name in ("time", "20–80%", "memory", "parameters"):
@@ -476,7 +477,7 @@ def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
                 smaller = f" ({each.smaller})" if each.smaller else ""
                 console.print(Text(f"    {each.head}{smaller}"), soft_wrap=True)
     text = (
-        "Time and peak memory of a training step, measured here: forward and backward of the loss "
+        "Measured time and peak memory of a training step: forward and backward of the loss "
         "in float32, without backbone and optimiser (Adam adds two numbers per parameter), with "
         "class frequencies by Zipf's law."
     )

@@ -1,10 +1,10 @@
-"""Errors of the user: one message, before any work, with exit code 2."""
+"""User errors: one message before any work starts, and exit code 2."""
 
 from importlib.util import find_spec
 
 
 class LabError(ValueError):
-    """A mistake in an option, a spec or a folder. The message says what was expected and came."""
+    """An invalid option, spec or folder. The message says what was expected and what was given."""
 
 
 class SpecError(LabError):
@@ -12,7 +12,7 @@ class SpecError(LabError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message, or its type where it has none."""
+    """The first line of the error's message, or its type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

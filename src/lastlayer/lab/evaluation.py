@@ -1,9 +1,9 @@
 """Evaluation on held-out rows, and the baseline that predicts the class frequencies.
 
-One class per row: every head is asked for its exact, normalised log-probabilities, those that are
-trained on samples too. Several labels per row: the best labels of each row, with a threshold that
-is tuned on validation data for every loss alike, and also the labels that the head's own rule
-gives. The rows are the same for all heads, and their number depends on the number of classes.
+One class per row: exact, normalised log-probabilities of every head, also of heads that are trained
+on samples. Several labels per row: the best labels of each row, with a threshold that is tuned on
+validation data for every loss alike, and also the labels that the head itself predicts. The rows
+are the same for all heads, and their number depends on the number of classes.
 """
 
 import math
@@ -22,35 +22,35 @@ from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.statistics import exp
 
 EPSILON = 1e-4
-"""How much of a probability the ε-smoothed perplexity spreads evenly over all classes."""
+"""The share of probability that ε-smoothed perplexity spreads evenly over all classes."""
 BINS = 15
-"""Of the calibration error."""
+"""Number of bins of the calibration error."""
 AS_GOOD = 0.03
-"""A share by which short runs with other learning rates may be worse and count as equal."""
+"""Relative difference up to which scores of two learning rates count as equal."""
 DECILES = 10
 _BEST = 10
-# Of several labels: precision at these depths, and the best labels of a row that may be predicted.
+# With several labels: depths of precision@k, and how many best labels of a row may be predicted.
 _DEPTHS, _CANDIDATES = (1, 3, 5), 32
 
-# Log-probabilities of one judgement, in rows × classes, on the way and at the end.
+# Log-probabilities (rows × classes) of an evaluation on each part.
 _SCORES = {"valid": 2**24, "test": 2**26}
 _FEWEST, _MOST = {"valid": 512, "test": 2048}, {"valid": 2048, "test": 16_384}
-# Numbers that are held at a time.
+# Scores (rows × classes) of a chunk.
 _CHUNK = 2**24
 
 Reals = NDArray[np.float64]
 
 
 def rows_for(part: str, n_classes: int) -> int:
-    """How many rows are judged: fewer where each has more classes, so that time is bounded."""
+    """Number of rows for evaluation: fewer with more classes, so that its time is bounded."""
     wanted = _SCORES[part] // max(1, n_classes)
     return max(_FEWEST[part], min(_MOST[part], wanted))
 
 
 class Frequencies(nn.Module):
-    """The baseline: a head that knows the counts of the training part, and sees no hidden state.
+    """The baseline: predicts the class frequencies of the training part for every row.
 
-    A class that never occurs counts as a half.
+    A class that never occurs has a count of 0.5.
     """
 
     def __init__(self, counts: NDArray[np.int64]) -> None:
@@ -71,36 +71,37 @@ class Frequencies(nn.Module):
         return TopK(*both)
 
 
-# They find the target and the best classes without a look at all others; none has probability 0.
+# Heads that compute the probability of the target and the best classes without all others; none of
+# their probabilities is 0.
 _SEARCHED = (HierarchicalSoftmax, AdaptiveSoftmax, Frequencies)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is kept of each row."""
+    """Evaluation results of rows with one class each."""
 
     target: NDArray[np.int64]
-    nll: Reals  # minus the log-probability of the target
-    # Where the target is among the ten best classes, from 0; 10 where it is not.
+    nll: Reals  # negative log-probability of the target
+    # Rank of the target among the ten best classes, from 0; 10 if it is not one of them.
     place: NDArray[np.int64]
     confidence: Reals  # the highest probability
-    support: NDArray[np.int64]  # how many classes have a probability above 0
+    support: NDArray[np.int64]  # number of classes with a probability above 0
     guess: NDArray[np.int64]  # the class with the highest probability
 
 
 @torch.no_grad()
 def judge_rows(head: nn.Module, states: Iterable[tuple[Tensor, Tensor]]) -> Rows:
-    """All rows of the hidden states with their targets, in chunks of bounded size."""
+    """Evaluate a head on pairs of hidden states and targets, in chunks of bounded size."""
     step, parts = max(1, _CHUNK // int(head.n_classes)), []  # type: ignore[arg-type]
     for hidden, target in states:
         rows, classes = hidden.flatten(0, -2), target.reshape(-1)
         kept = classes != PADDING
         chunks = zip(rows[kept].split(step), classes[kept].split(step), strict=True)
-        parts += [_judged(head, *chunk) for chunk in chunks]
+        parts += [_evaluated(head, *chunk) for chunk in chunks]
     return Rows(*(torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True)))
 
 
-def _judged(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _evaluated(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     if isinstance(head, _SEARCHED):
         own = head.log_prob(hidden, target.unsqueeze(-1)).squeeze(-1)
         found = head.topk(hidden, min(_BEST, head.n_classes))
@@ -110,21 +111,21 @@ def _judged(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ..
         log_prob: Tensor = head.log_prob(hidden)  # type: ignore[operator]
         own = log_prob.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         best = log_prob.topk(min(_BEST, log_prob.shape[-1]), -1)
-        # A class without a probability is none of the best.
+        # A class with probability 0 is not one of the best.
         classes = best.indices.masked_fill(best.values == -math.inf, -1)
         support = torch.full_like(target, log_prob.shape[-1])
         # Counting is slow, and most heads have no zeros.
         sparse = log_prob.amin(-1) == -math.inf
         support[sparse] = (log_prob[sparse] > -math.inf).sum(-1)
         sure, first = best.values[:, 0].exp(), best.indices[:, 0]
-    # Where the target is among the best classes.
+    # The target's rank among the best classes.
     hit = classes == target.unsqueeze(-1)
     place = torch.where(hit.any(-1), hit.int().argmax(-1), _BEST)
     return target, -own.double(), place, sure.double(), support, first
 
 
 def quality(rows: Rows, n_classes: int) -> dict[str, Any]:
-    """Means over the rows. A NaN in one is a NaN in all; an infinite loss stays infinite."""
+    """Means over rows. A NaN in one row makes the mean NaN; an infinite loss makes it infinite."""
     probability = np.exp(-rows.nll)
     smoothed = -np.log((1 - EPSILON) * probability + EPSILON / n_classes)
     nll = float(rows.nll.mean())
@@ -141,7 +142,7 @@ def quality(rows: Rows, n_classes: int) -> dict[str, Any]:
 
 
 def calibration(rows: Rows) -> dict[str, Any]:
-    """How often the best class is right, beside how sure the head was: bins of confidence."""
+    """Accuracy of the best class in bins of its probability, and the calibration error."""
     bin_of = np.minimum((np.nan_to_num(rows.confidence) * BINS).astype(np.int64), BINS - 1)
     bins = [
         {"confidence": float(rows.confidence[inside].mean()),
@@ -153,10 +154,10 @@ def calibration(rows: Rows) -> dict[str, Any]:
 
 
 def deciles_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The decile of each class, 0 for the most frequent tenth of all occurrences.
+    """The frequency decile of each class, 0 for the most frequent classes.
 
-    Classes by falling count are cut where a tenth of all occurrences in the training part is full;
-    a class that spans several tenths belongs to the one with its middle.
+    Classes by falling count are divided into groups with a tenth each of all occurrences in the
+    training part; a class that spans several tenths belongs to the one that contains its middle.
     """
     order = np.argsort(-counts, kind="stable")
     ends = np.cumsum(counts[order])
@@ -180,7 +181,10 @@ def by_decile(rows: Rows, decile: NDArray[np.int64], n_classes: int) -> list[dic
 
 
 class Judge:
-    """Judges models on held-out rows of the feed, the same for all; counts are of training."""
+    """Evaluates models on held-out rows of the feed, the same for all models.
+
+    ``counts`` are class counts of the training part.
+    """
 
     baseline_name: ClassVar[str]
     _one_class: ClassVar[bool] = True
@@ -190,20 +194,20 @@ class Judge:
         self._decile = deciles_of(counts)
 
     def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
-        """For a point of the learning curve."""
+        """Evaluate on validation data, for a point of the learning curve."""
         return self._found(body, head, "valid")
 
     def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
-        """For the result."""
+        """Evaluate on test data, for the result."""
         return self._found(body, head, "test")
 
     def baseline(self) -> dict[str, Any]:
-        """What the frequencies of the training part alone reach."""
+        """The quality of predicting class frequencies of the training part."""
         known = Frequencies(self._counts)
         return {part: self._found(None, known, part) for part in ("valid", "test")}
 
     def score(self, found: dict[str, Any]) -> float:
-        """What validation is compared by, lower is better; every head has it."""
+        """The score by which validations are compared; lower is better."""
         raise NotImplementedError
 
     def is_as_good(self, score: float, best: float) -> bool:
@@ -232,7 +236,7 @@ class Judge:
 
 
 class TextJudge(Judge):
-    """Judges models that choose one class per row."""
+    """Evaluates models that predict one class per row."""
 
     baseline_name = "unigram"
 
@@ -261,19 +265,19 @@ _AT_THE_END = ("support", "eps_nll")
 
 
 class ClassJudge(TextJudge):
-    """Judges models that choose the class of a row: also by top-5 and by macro-F1."""
+    """Evaluates classification models: also by top-5 and by macro-F1."""
 
     baseline_name = "majority class"
 
     def score(self, found: dict[str, Any]) -> float:
-        """The accuracy that the verdict is of."""
+        """Negative accuracy, by which the verdict ranks heads."""
         return -float(found["top1"])
 
     def is_as_good(self, score: float, best: float) -> bool:
         return Judge.is_as_good(self, score, best)
 
     def _more(self, rows: Rows) -> dict[str, Any]:
-        """Macro-F1 is the mean over classes that are a target or a guess of some row."""
+        """Top-5 and macro-F1, the mean over classes that are the target or guess of some row."""
         n = 1 + int(max(rows.target.max(initial=0), rows.guess.max(initial=0)))
         right = np.bincount(rows.target[rows.guess == rows.target], minlength=n)
         both = np.bincount(rows.target, minlength=n) + np.bincount(rows.guess, minlength=n)
@@ -282,9 +286,9 @@ class ClassJudge(TextJudge):
 
 
 class PairJudge(Judge):
-    """Judges models that find the key of a query among all keys of held-out pairs, by cosine.
+    """Evaluates models that find the key of a query among all held-out keys, by cosine similarity.
 
-    A key of the same group, such as another with the same text, is right as well. Recall at k is
+    Other keys of the same group, such as one with the same text, are also right. Recall at k is
     the share of queries with a right key among the k nearest.
     """
 
@@ -309,13 +313,13 @@ class PairJudge(Judge):
             scores = some @ key.T
             wrong = own[:, None] != group
             best = scores.masked_fill(wrong, -math.inf).amax(1, keepdim=True)
-            # A key as near that is wrong comes first: vectors that are all alike find nothing.
+            # Ties count against the model, so that constant vectors have no recall.
             ranks.append(1 + ((scores >= best) & wrong).sum(1))
         return _recall(torch.cat(ranks).cpu().numpy())
 
 
 def _recall(ranks: NDArray[np.int64]) -> dict[str, Any]:
-    """Of the rank of the first right key of each query, from 1."""
+    """Metrics from the rank (from 1) of the first right key of each query."""
     return {
         "rows": len(ranks),
         **{f"recall_at_{k}": float((ranks <= k).mean()) for k in (1, 10)},
@@ -325,30 +329,31 @@ def _recall(ranks: NDArray[np.int64]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LabelRows:
-    """What is kept of rows with several labels."""
+    """Evaluation results of rows with several labels."""
 
     scores: Reals  # of the best labels of each row, falling
-    labels: NDArray[np.int64]  # which these are
+    labels: NDArray[np.int64]  # ids of these labels
     hits: NDArray[np.bool_]  # whether each of them is right
-    present: NDArray[np.int64]  # how many labels each row has
-    occurrences: NDArray[np.int64]  # in how many rows each label is
-    native: dict[str, float]  # sums over all rows of the head's own rule, and of its loss
+    present: NDArray[np.int64]  # number of labels of each row
+    occurrences: NDArray[np.int64]  # number of rows with each label
+    native: dict[str, float]  # sums over rows: loss, and counts of the head's own predictions
 
 
 class LabelJudge(Judge):
-    """Judges models that choose several labels per row.
+    """Evaluates models that predict several labels per row.
 
-    Labels are ranked by the head's scores. Measures without a threshold: the share of right ones
-    among the 1, 3 and 5 best of a row (precision at k), and the mean average precision of rows.
-    With one: a label is predicted where its score is above the threshold that has the best
-    micro-F1 on validation data, the same search for every loss. The head's own rule is beside it.
+    Labels are ranked by the head's scores. Metrics without a threshold are precision at k, the
+    share of right labels among the 1, 3 and 5 best of a row, and the mean average precision of
+    rows. For the others a label is predicted if its score reaches the threshold with the best
+    micro-F1 on validation data, for every loss alike. Micro-F1 of the head's own predictions is
+    recorded, too.
     """
 
     baseline_name = "label frequencies"
     _one_class = False
 
     def score(self, found: dict[str, Any]) -> float:
-        """It needs no threshold."""
+        """Negative mean average precision, which needs no threshold."""
         return -float(found["mean_average_precision"])
 
     @torch.no_grad()
@@ -372,7 +377,7 @@ class LabelJudge(Judge):
         return LabelRows(scores, labels, right, present, often.sum(0), native if body else {})
 
     def _found(self, body: nn.Module | None, head: nn.Module, part: str) -> dict[str, Any]:
-        """With the threshold of the validation part."""
+        """Metrics of a part, with the threshold from validation data."""
         rows = self._rows(body, head, "valid")
         threshold = best_threshold(rows)
         if part == "test":
@@ -401,7 +406,7 @@ class LabelJudge(Judge):
         return {**made, "by_decile": self._by_decile(rows, guess)} if part == "test" else made
 
     def _by_decile(self, rows: LabelRows, guess: NDArray[np.bool_]) -> list[dict[str, Any]]:
-        """The share of labels that were found, by how frequent the label is."""
+        """Recall by the frequency decile of the label."""
         of_label = self._decile[rows.labels]
         hit = np.bincount(of_label[guess & rows.hits], minlength=DECILES)
         there = np.bincount(self._decile, rows.occurrences, minlength=DECILES)
@@ -412,7 +417,7 @@ class LabelJudge(Judge):
 
 
 def best_threshold(rows: LabelRows) -> float:
-    """The score from which on labels are predicted such that micro-F1 is highest."""
+    """The threshold of scores with the highest micro-F1."""
     scores, hits = rows.scores.ravel(), rows.hits.ravel()
     known = scores > -math.inf
     if not known.any():
@@ -421,19 +426,19 @@ def best_threshold(rows: LabelRows) -> float:
     order = np.argsort(-scores, kind="stable")
     right = np.cumsum(hits[order])
     f1 = 2 * right / (np.arange(1, len(order) + 1) + rows.present.sum())
-    # Of equal scores all are taken or none.
+    # A threshold cannot separate equal scores.
     last = np.append(scores[order][1:] < scores[order][:-1], True)
     f1[~last] = -1.0
     place = int(f1.argmax())
     below = scores[order][place + 1] if place + 1 < len(order) else scores[order][place] - 1.0
-    # Between two scores, where rounding on another machine changes nothing.
+    # Between two scores, so that rounding on another machine does not change predictions.
     return float(0.5 * (scores[order][place] + below))
 
 
 def as_table(positives: Tensor, n_classes: int) -> Tensor:
-    """Padded lists of classes as a table of booleans, ``(rows, n_classes)``."""
+    """Convert padded lists of classes to booleans, ``(rows, n_classes)``."""
     table = torch.zeros(len(positives), n_classes + 1, dtype=torch.bool, device=positives.device)
-    # Padding goes into a column of its own.
+    # Padding goes into an extra column.
     places = torch.where(positives < 0, n_classes, positives)
     return table.scatter_(1, places, value=True)[:, :-1]
 

@@ -1,4 +1,4 @@
-"""Predictions of a head for a dozen contexts or rows of the test part, with the targets."""
+"""Predictions of a head for twelve contexts or rows of the test part, with the targets."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from lastlayer.lab.evaluation import as_table
 from lastlayer.lab.feeding import Feed, TextFeed
 from lastlayer.lab.models import FeatureBody
 
-# Contexts or rows that are shown, tokens of a context, and the best classes of each.
+# Number of contexts or rows, of tokens in a context, and of the best classes of each.
 ROWS, SHOWN, BEST = 12, 16, 10
-# What is kept of a row that has more.
+# Features and labels of a row above these numbers are left out.
 MOST_FEATURES, MOST_LABELS = 12, 40
-# Rows that a dozen with labels is taken from.
+# Number of candidates from which the rows are selected.
 _LOOKED_AT = 8 * ROWS
-# What a feature weighs that every row has, where a rare one weighs some 7.
+# Weight of a feature that all rows have; that of a rare one is about 7.
 _EVERYWHERE = 0.01
 
 
 def readable(token: str) -> str:
-    """Text without lone surrogates, which source code may contain and UTF-8 cannot."""
+    """Escape lone surrogates, which source code may contain but UTF-8 does not support."""
     return token.encode("utf-8", "backslashreplace").decode()
 
 
@@ -33,7 +33,7 @@ def readable(token: str) -> str:
 def explore(
     data: Data, feed: Feed, device: torch.device, body: nn.Module, head: nn.Module
 ) -> list[dict[str, Any]]:
-    """The same contexts or rows of the test part for every head; none for pairs."""
+    """Predictions for contexts or rows of the test part, the same for all heads; none for pairs."""
     if isinstance(data, TextData) and isinstance(feed, TextFeed):
         return _explore_text(data, body, head, feed.length, device)
     if isinstance(data, LabelData) and isinstance(body, FeatureBody):
@@ -48,19 +48,19 @@ def _explore_text(
     length = min(length, len(ids) - 1)
     body.eval()
     head.eval()
-    # At random, but always the same; tokens of white space alone show little.
+    # A fixed random selection; targets that are only white space come last.
     drawn = np.random.default_rng(0).permutation(len(ids) - length)[: 50 * ROWS].tolist()
-    telling = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
-    made = []
-    for start in sorted(telling[:ROWS]):
+    candidates = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
+    entries = []
+    for start in sorted(candidates[:ROWS]):
         window = torch.from_numpy(ids[start : start + length].astype(np.int64)).to(device)
         hidden = body(window.unsqueeze(0))[0, -1]
         context = [readable(tokens[i]) for i in window[-SHOWN:].tolist()]
-        made.append(_expected(head, hidden, int(ids[start + length]), context, tokens))
-    return made
+        entries.append(_class_entry(head, hidden, int(ids[start + length]), context, tokens))
+    return entries
 
 
-def _expected(
+def _class_entry(
     head: Any, hidden: Tensor, target: int, context: list[str], names: Sequence[str]
 ) -> dict[str, Any]:
     """The most probable classes in a context, and the target with its probability."""
@@ -78,11 +78,11 @@ def _expected(
 
 
 def path_of(head: nn.Module, hidden: Tensor, target: int) -> list[dict[str, Any]] | None:
-    """The choices on the path to a class in the tree; None for heads without one."""
+    """The choices on the path to a class in the tree; None for heads without a tree."""
     if not isinstance(head, HierarchicalSoftmax) or head.tree.overlaps:
         return None
     tree = head.tree
-    # One row of the weight for a binary node, one for each child of a wider one.
+    # The weight has one row per binary node, and one per child of a wider node.
     sizes = np.where(tree.arity == 2, 1, tree.arity)
     first = np.concatenate([[0], np.cumsum(sizes)])
     node, path = 0, []
@@ -111,35 +111,39 @@ class _Row(NamedTuple):
 def explore_labels(
     data: LabelData, body: FeatureBody, head: nn.Module, feed: Feed
 ) -> list[dict[str, Any]]:
-    """The same rows of the test part for every head."""
+    """Predictions for rows of the test part, the same for every head."""
     body.eval()
     head.eval()
-    rarity, found = _rarity(data.train.features), list[_Row]()
+    rarity, rows = _rarity(data.train.features), list[_Row]()
     for batch in feed.held_out("test", _LOOKED_AT):
         hidden = body(batch.inputs)
         for i in range(batch.size):
             target = batch.target[i].reshape(-1)
             features = _features(data, body, batch.inputs, i, rarity)
-            found.append(_Row(hidden[i], target[target >= 0], features))
+            rows.append(_Row(hidden[i], target[target >= 0], features))
     if data.task == "multilabel":
-        return [_said(row, data, head) for row in _telling(found)]
+        return [_labels_entry(row, data, head) for row in _selected(rows)]
     return [
-        _expected(head, row.hidden, int(row.labels[0]), [each["name"] for each in row.features],
+        _class_entry(head, row.hidden, int(row.labels[0]), [each["name"] for each in row.features],
                   data.label_names)
-        for row in _telling(found)
+        for row in _selected(rows)
     ]  # fmt: skip
 
 
-def _telling(rows: list[_Row]) -> list[_Row]:
-    """Spread over those that have labels and features; others only where these are too few."""
-    full = [i for i, row in enumerate(rows) if len(row.labels) and row.features]
-    rest = [i for i in range(len(rows)) if i not in set(full)]
-    spread = [full[i * len(full) // ROWS] for i in range(ROWS)] if len(full) > ROWS else full
-    return [rows[i] for i in sorted(spread + rest[: ROWS - len(spread)])]
+def _selected(rows: list[_Row]) -> list[_Row]:
+    """Select rows that have labels and features, evenly spaced; others only if too few do."""
+    complete = [i for i, row in enumerate(rows) if len(row.labels) and row.features]
+    incomplete = [i for i in range(len(rows)) if i not in set(complete)]
+    spread = (
+        [complete[i * len(complete) // ROWS] for i in range(ROWS)]
+        if len(complete) > ROWS
+        else complete
+    )
+    return [rows[i] for i in sorted(spread + incomplete[: ROWS - len(spread)])]
 
 
 def _rarity(features: Any) -> Tensor | None:
-    """The weight of each sparse feature, more for those that fewer rows have; None for dense."""
+    """The weight of each sparse feature, higher for rarer ones (IDF); None if dense."""
     if not isinstance(features, SparseRows):
         return None
     seen = np.bincount(features.indices, minlength=features.width)
@@ -149,7 +153,7 @@ def _rarity(features: Any) -> Tensor | None:
 def _features(
     data: LabelData, body: FeatureBody, inputs: Any, row: int, rarity: Tensor | None
 ) -> list[dict[str, Any]]:
-    """The most telling features of a row: dense ones by their distance from the mean."""
+    """The most important features of a row: by value and rarity, or by distance from the mean."""
     if rarity is None:
         values = ((inputs[row] - body.shift) * body.scale).cpu()
         ids, weights = torch.arange(len(values)), values.abs()
@@ -166,7 +170,7 @@ def _features(
     ]
 
 
-def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
+def _labels_entry(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
     hidden, right = row.hidden.unsqueeze(0), set(row.labels.tolist())
     guess = as_table(head.predict(hidden), data.n_classes)[0]  # type: ignore[operator]
     best = head.topk(hidden, min(BEST, data.n_classes))  # type: ignore[operator]
@@ -178,9 +182,9 @@ def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
     below = row.labels[[label not in top for label in row.labels.tolist()]][:MOST_LABELS]
     own = head.log_prob(hidden, below.unsqueeze(0))[0].exp()  # type: ignore[operator]
     likely = own.argsort(descending=True, stable=True)
-    rest = zip(below[likely].tolist(), own[likely].tolist(), strict=True)
+    others = zip(below[likely].tolist(), own[likely].tolist(), strict=True)
 
-    def told(label: int, p: float) -> dict[str, Any]:
+    def as_entry(label: int, p: float) -> dict[str, Any]:
         name, on = readable(data.label_names[label]), bool(guess[label])
         return {"label": name, "p": p, "predicted": on, "right": label in right}
 
@@ -191,6 +195,6 @@ def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
         "n_labels": len(right),
         "n_predicted": int(guess.sum()),
         "n_found": int(guess[row.labels].sum()),
-        "top": [told(*each) for each in top.items()],
-        "below": [told(*each) for each in rest],
+        "top": [as_entry(*each) for each in top.items()],
+        "below": [as_entry(*each) for each in others],
     }

@@ -1,4 +1,4 @@
-"""Families of heads: the name that people use, and the colour on every page.
+"""Families of heads: their display names and colours.
 
 This module does not import torch: the help of ``lastlayer compare`` lists the families.
 """
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """One name in specs."""
+    """The display of a family, which is the first part of a spec."""
 
-    title: str  # what people call it
-    colour: int  # its place in the palette of the page, whatever else is compared
+    title: str  # display name
+    colour: int  # index in the palette of the page, the same in every comparison
 
 
 FAMILIES = {
@@ -34,7 +34,7 @@ FAMILIES = {
     "sparsemax_labels": Family("Multi-label sparsemax", 3),
     "info_nce": Family("InfoNCE", 0),
 }
-# The colour of heads that users bring.
+# The colour of users' own heads.
 OWN_COLOUR = 14
 
 
@@ -45,7 +45,7 @@ def colour(family: str) -> int:
 
 
 def title(family: str, label: str) -> str:
-    """The head's name, with the arguments that its label has after the name of the family.
+    """The display name of a head: that of its family, and the arguments in its label.
 
     Example:
         >>> title("adaptive", "adaptive cutoffs=2000,10000"), title("mine:Head", "Head")

@@ -1,4 +1,4 @@
-"""Batches. Those of a step depend only on the seed and the number of the step."""
+"""Batches, which depend only on the seed and the step."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -15,30 +15,30 @@ PADDING = -100
 
 
 class Batch(NamedTuple):
-    """What a step sees, on the device of the model."""
+    """Inputs and targets of a step, on the device of the model."""
 
     inputs: Any
     target: Tensor
     size: int
-    """Tokens, or rows: what is counted as processed."""
+    """Number of tokens, or of rows."""
 
 
 class Feed(Protocol):
-    """Where batches come from."""
+    """A source of batches."""
 
     steps_per_epoch: int
     batch_size: int
-    """Tokens or rows in a step."""
+    """Tokens or rows per step."""
 
     def batch(self, seed: int, step: int) -> Batch:
         """The batch of a step, from 0."""
 
     def held_out(self, part: str, rows: int) -> Iterator[Batch]:
-        """About so many rows spread evenly over a part; always the same."""
+        """Batches of about ``rows`` rows, evenly spaced over a part; always the same."""
 
 
 class _Places:
-    """Order of ``n`` windows or rows: each epoch takes all of them, shuffled anew."""
+    """The order of ``n`` windows or rows, which are shuffled in each epoch."""
 
     def __init__(self, n: int, batch: int) -> None:
         self.n, self.batch = n, min(batch, n)
@@ -46,7 +46,7 @@ class _Places:
         self._key, self._order = (-1, -1), np.empty(0, np.int64)
 
     def at(self, seed: int, step: int) -> NDArray[np.int64]:
-        """Those of a step."""
+        """The windows or rows of a step."""
         epoch, place = divmod(step, self.steps)
         if self._key != (seed, epoch):
             self._key = seed, epoch
@@ -54,14 +54,14 @@ class _Places:
         return self._order[place * self.batch : (place + 1) * self.batch]
 
     def spread(self, n: int, wanted: int) -> Iterator[NDArray[np.int64]]:
-        """About so many of ``n`` at even distances, in batches."""
+        """About ``wanted`` of ``n`` indices, evenly spaced, in batches."""
         places = np.unique(np.linspace(0, n - 1, max(1, min(n, wanted))).astype(np.int64))
         for first in range(0, len(places), self.batch):
             yield places[first : first + self.batch]
 
 
 class TextFeed:
-    """Windows of tokens without overlap; each target is the token after."""
+    """Non-overlapping windows of tokens; the target of each token is the next one."""
 
     def __init__(self, data: TextData, batch: int, length: int, device: torch.device) -> None:
         shortest = min(len(data.train), len(data.valid), len(data.test))
@@ -92,10 +92,10 @@ class TextFeed:
 
 
 class RowFeed:
-    """Rows of features with their class, with their labels, or with the features of their keys.
+    """Rows of features with a class or labels, or pairs of rows.
 
-    A target is the class of each row; labels, padded to the longest list of a batch; or for pairs
-    the group of each.
+    Targets are the class of each row, its labels, padded to the longest list of the batch, or the
+    group of each pair.
     """
 
     def __init__(self, data: LabelData | PairData, batch: int, device: torch.device) -> None:

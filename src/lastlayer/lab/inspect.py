@@ -1,4 +1,4 @@
-"""Statistics of data, and which heads to try on it first. Nothing is trained."""
+"""Statistics of data, and which heads to try first. Nothing is trained."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,11 +19,11 @@ from lastlayer.lab.errors import LabError
 Counts = NDArray[np.int64]
 # Hidden size for which cutoffs are chosen.
 HIDDEN = 256
-# Smaller counts are too coarse for a slope: many ranks share one.
+# Smaller counts are shared by many ranks, too coarse for a slope.
 _FEWEST = 5
 # Number of ranks in a fit, evenly spaced on a log scale.
 _PLACES = 200
-# Up to this many classes, a step is a small matrix product with any head.
+# Up to this many classes, the full softmax is a small matrix product.
 _FEW = 2_000
 _MANY = 10_000
 
@@ -33,13 +33,13 @@ class ZipfFit:
     """count(rank) ≈ scale · rank^−slope."""
 
     slope: float
-    r_squared: float  # 1 where the law holds exactly
-    ranks: int  # how many ranks it was fitted over
+    r_squared: float  # 1 if the law holds exactly
+    ranks: int  # number of ranks in the fit
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A head to try, as a spec for ``lastlayer compare --head``, and why."""
+    """A head to try, as a spec for ``lastlayer compare --head``, and the reason."""
 
     head: str
     why: str
@@ -47,21 +47,21 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Statistics of data before anything is trained."""
+    """Statistics of data and suggested heads."""
 
     task: str
     name: str
     source: str
     classes: int
     sizes: dict[str, int]  # tokens or rows of each part
-    zipf: ZipfFit | None  # None where too few classes are frequent
-    numbers: dict[str, Any]  # other statistics of the training part, as SAID names them
+    zipf: ZipfFit | None  # None if too few classes are frequent
+    numbers: dict[str, Any]  # other statistics of the training part, with the keys of SAID
     suggestions: tuple[Suggestion, ...]  # heads to try, the best first
 
     def as_json(self) -> dict[str, Any]:
-        """For JSON; numbers keep their names."""
-        made = asdict(self)
-        return {**made, **made.pop("numbers")}
+        """For JSON; ``numbers`` are merged into the object."""
+        record = asdict(self)
+        return {**record, **record.pop("numbers")}
 
 
 SAID = {
@@ -96,13 +96,13 @@ SAID = {
     "unseen": ("classes or labels never seen in training", "{:.1%}"),
     "unseen_in_test": ("labels of test rows never seen", "{:.1%}"),
 }
-"""A line on each number: what it is called, and how it is written."""
+"""Display name and format of each statistic."""
 
 
 def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
-    """Count, fit and suggest heads for this hidden size; trees and cutoffs import torch."""
+    """Compute statistics and suggest heads for this hidden size; imports torch."""
     if isinstance(data, PairData):
-        raise LabError("DATA: expected classes to count, got pairs; compare takes them")
+        raise LabError("DATA: expected data with classes, got pairs; use lastlayer compare")
     if isinstance(data, LabelData) and data.task == "multilabel":
         numbers = _of_labels(data)
         tried = for_labels(data.n_classes, numbers)
@@ -132,7 +132,7 @@ def _of_classes(data: TextData | LabelData, hidden: int) -> dict[str, Any]:
         "tail_10k": float(falling[10_000:].sum() / total),
         "seen_once": float((counts == 1).mean()),
         "unseen": float((counts == 0).mean()),
-        # A class that never occurs still has a place in a tree.
+        # Classes that never occur also have a leaf in a tree.
         "huffman_bits": trees.huffman(np.maximum(counts, 1)).expected_depth(counts),
         "balanced_bits": trees.balanced(data.n_classes).expected_depth(counts),
         "hidden": hidden,
@@ -147,17 +147,17 @@ def _of_classes(data: TextData | LabelData, hidden: int) -> dict[str, Any]:
 
 
 def _adaptive(falling: Counts, hidden: int, rows: int = 256) -> tuple[tuple[int, ...], float]:
-    """Cutoffs, and how many times fewer multiply-adds a target needs with them."""
+    """Adaptive cutoffs, and the factor by which they reduce multiply-adds per target."""
     from lastlayer.heads.layout import cutoffs_from_counts, tail_widths
 
     cutoffs = cutoffs_from_counts(falling, hidden, rows=rows)
     below = np.concatenate([[0.0], np.cumsum(falling / falling.sum())])
     ends = [*cutoffs, len(falling)]
-    needed = float(hidden * (ends[0] + len(cutoffs)))
+    multiply_adds = float(hidden * (ends[0] + len(cutoffs)))
     widths = tail_widths(hidden, len(cutoffs), 4.0, 8)
     for (start, stop), width in zip(pairwise(ends), widths, strict=True):
-        needed += float(below[stop] - below[start]) * width * (hidden + stop - start)
-    return tuple(cutoffs), len(falling) * hidden / needed
+        multiply_adds += float(below[stop] - below[start]) * width * (hidden + stop - start)
+    return tuple(cutoffs), len(falling) * hidden / multiply_adds
 
 
 def _of_labels(data: LabelData) -> dict[str, Any]:
@@ -185,11 +185,11 @@ def _of_labels(data: LabelData) -> dict[str, Any]:
 
 
 def zipf_fit(counts: Counts) -> ZipfFit | None:
-    """The line through log count against log rank, by least squares.
+    """Fit a line through log count against log rank by least squares.
 
-    At places that are evenly spaced in the logarithm of the rank, so that the many rare classes
-    weigh no more than the few frequent ones; over ranks whose count is at least 5. None where
-    fewer than 10 have so many.
+    The points are evenly spaced in the logarithm of the rank, so that the many rare classes have no
+    more weight than the few frequent ones; only ranks with a count of at least 5 are used. None if
+    there are fewer than 10 such ranks.
 
     Example:
         >>> fit = zipf_fit((1e7 / np.arange(1, 2001) ** 1.2).astype(np.int64))
@@ -203,7 +203,7 @@ def zipf_fit(counts: Counts) -> ZipfFit | None:
     places = np.unique(np.geomspace(1, n, _PLACES).round().astype(np.int64))
     x, y = np.log(places), np.log(falling[places - 1])
     fit = stats.linregress(x, y)
-    # All alike: the line is level and exact.
+    # If all counts are equal, the line is level and exact.
     return ZipfFit(-float(fit.slope), float(fit.rvalue**2) if np.ptp(y) > 0 else 1.0, n)
 
 
@@ -215,55 +215,55 @@ def unigram_nll(counts: Counts, ids: NDArray[Any]) -> float:
 
 
 def for_text(classes: int, found: Mapping[str, Any]) -> tuple[Suggestion, ...]:
-    """Heads in the order in which they are worth a try, by the numbers of an inspection."""
+    """Suggested heads for one class per target, the best first, from the statistics."""
     half, once, huffman = found["half"], found["seen_once"], found["huffman_bits"]
     effective, hidden = found["effective_classes"], found["hidden"]
     cutoffs, savings = found["cutoffs"], found["adaptive_savings"]
     few, many, rare = classes <= _FEW, classes > _MANY, once > 0.25
     return (
         *_where(few, "full",
-            f"{classes:,} classes are few: all scores are one small matrix product, and nothing "
-            "that saves work will be noticed."),
+            f"{classes:,} classes are few: all logits are one small matrix product, so cheaper "
+            "heads save next to nothing."),
         *_where(not few and len(cutoffs) > 0 and savings >= 1.5,
             f"adaptive:cutoffs={','.join(map(str, cutoffs))}",
             f"{half:,} of {classes:,} classes have half of all targets: with the frequent ones at "
             f"the top a target needs {savings:.0f} times fewer multiply-adds at hidden size "
             f"{hidden}."),
         *_where(not few, "full",
-            "It is exact, and what the others have to come near; it never holds the "
-            f"{classes:,} scores of a row, but a step computes all of them."),
+            "It is exact, and the reference for the quality of the others. A step computes all "
+            f"{classes:,} logits of a row, but never stores them at once."),
         *_where(not few, "hierarchical",
             f"Huffman's tree needs {huffman:.1f} choices per target on average, "
             f"{classes / max(1.0, huffman):,.0f} times fewer vectors than there are classes."),
         *_where(many, "sampled",
-            f"A step against a few hundred drawn classes costs the same at {classes:,} classes as "
-            "at ten times as many, and its scores are those of a full softmax."),
+            "A training step samples a few hundred classes, so it costs as much with "
+            f"{classes:,} classes as with ten times as many; predictions are a full softmax."),
         *_where(effective < classes / 20, "entmax",
-            f"Frequencies alone leave a choice among about {effective:,.0f} classes: most of "
-            f"{classes:,} deserve a probability of exactly 0 in most places."),
+            f"The effective number of classes is only about {effective:,.0f}: most of the "
+            f"{classes:,} should have probability 0 in most contexts."),
         *_where(rare, "char_cnn",
-            f"{once:.0%} of the classes occur once: vectors of their own learn next to "
-            "nothing, vectors from their spelling do. It is slow."),
+            f"{once:.0%} of the classes occur once: too rarely to learn a vector for each, but "
+            "vectors computed from the spelling can. It is slow."),
         *_where(many and not rare, "differentiated",
-            f"{half:,} classes have half of the targets: the others can do with narrower vectors, "
-            f"and {classes * hidden / 1e6:,.0f} million numbers become half as many."),
+            f"{half:,} classes have half of the targets: narrower vectors are enough for the "
+            f"others, which halves the {classes * hidden / 1e6:,.0f} million parameters."),
     )  # fmt: skip
 
 
 def for_labels(labels: int, found: Mapping[str, Any]) -> tuple[Suggestion, ...]:
-    """The same for several labels per row."""
+    """Suggested heads for several labels per row, from the statistics."""
     cardinality, density, most = found["cardinality"], found["density"], found["most"]
     return (
         *_where(True, "zlpr",
-            f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive ones above the "
-            "others and above 0, and needs no weight for the many negatives."),
+            f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive labels above "
+            "the others and above 0, and needs no weight for the many negatives."),
         *_where(True, "bce",
-            "One logistic choice per label is the usual way, and what the others have to beat."),
+            "One binary classifier per label is the usual way, and the reference for the others."),
         *_where(density < 0.1 or found["imbalance"] > 10, "asymmetric",
             f"Only {density:.1%} of all pairs of row and label are positive: easy negatives would "
-            "have most of the gradient."),
+            "dominate the gradient."),
         *_where(most <= 20 and cardinality <= 5, "sparsemax_labels",
-            f"No row has more than {most} labels: a sparse distribution can be zero on others."),
+            f"No row has more than {most} labels: a sparse distribution is zero on the others."),
     )  # fmt: skip
 
 
@@ -272,14 +272,15 @@ def _where(holds: bool, head: str, why: str) -> tuple[Suggestion, ...]:
 
 
 def render(found: Inspection, console: Console) -> None:
-    """Print the statistics, then the heads to try. Text from the data is not read as markup."""
+    """Print the statistics, then the heads to try. Text from the data is printed verbatim."""
     console.print(Text.assemble((found.name, "bold"), f"  {found.source}"))
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     unit = "tokens" if found.task == "lm" else "rows"
     table.add_row(
-        f"{unit}, train / validation / test", " / ".join(map("{:,}".format, found.sizes.values()))
+        f"{unit}, train / validation / test",
+        " / ".join(map("{:,}".format, found.sizes.values())),
     )
     table.add_row("labels" if found.task == "multilabel" else "classes", f"{found.classes:,}")
     slope = "too few frequent classes"

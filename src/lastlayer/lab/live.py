@@ -21,43 +21,42 @@ from lastlayer.lab.training import Progress
 
 # Drawing a table takes milliseconds: it gets this share of the time, four times per second at most.
 _DRAWING_SHARE, _REDRAWN_SECONDS = 0.02, 0.25
-_TOLD_SECONDS = 5.0
+_LINE_SECONDS = 5.0
 _NAME_WIDTH, _BAR_WIDTH = 22, 10
 _SEARCHES = "short runs to find its learning rate"
 
 
 class Watcher:
-    """Receives the progress of a comparison; this one shows nothing."""
+    """Receives the progress of a comparison; the base class shows nothing."""
 
     def says(self, text: str) -> None:
-        """A message that is not about a run."""
+        """A general message."""
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
         """A run begins."""
 
     def searches(self, spec: HeadSpec) -> None:
-        """Short runs look for the learning rate of a head before its first run."""
+        """The search for the learning rate of a head begins, before its first run."""
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
-        """The current run is this far, from 0 to 1."""
+        """Progress of the current run; ``share`` is the completed part, from 0 to 1."""
 
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
-        """A run is finished, now or before a resume."""
+        """A run is finished, or was before a resume."""
 
     def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
-        """After the runs, costs are measured: the share that is done, and the next head."""
+        """Progress of measuring costs after the runs: the completed share, and the next head."""
 
     def close(self) -> None:
         """The comparison is over."""
 
 
 class Forecast:
-    """Estimates the time left from the time that the runs of each head took.
+    """Estimates the time left from the times of finished runs.
 
-    A run is expected to take the mean time of the finished runs of its head, which may be from
-    before a resume. The further the current run is, the more its own speed counts. A head that has
-    not run yet is expected to take the mean time of the others, and to search for its learning
-    rate.
+    The estimate for a run is the mean time of the finished runs of its head, also from before a
+    resume. For the current run its own speed counts more the further it is. For a head without runs
+    the estimate is the mean over the other heads, plus a search for its learning rate.
     """
 
     def __init__(self, specs: Sequence[HeadSpec], seeds: int) -> None:
@@ -66,20 +65,20 @@ class Forecast:
         # Seconds of each search; None for heads that found their learning rate before a resume.
         self._searches: dict[str, float | None] = {}
         self._began = time.perf_counter()
-        # The current run: its head, when it began, and time and share when its training began.
+        # The current run: its head, its start time, and time and share at the start of training.
         self._current, self._since = "", self._began
         self._first: tuple[float, float] | None = None
         self._share = 0.0
-        # Its time at the speed so far.
+        # Estimated time of the current run at its speed so far.
         self._seconds: float | None = None
 
     def starts(self, slug: str) -> None:
-        """A run begins, with the search for a learning rate where it is the first."""
+        """A run begins; the first of a head begins with the search for its learning rate."""
         self._current, self._since = slug, time.perf_counter()
         self._first, self._share, self._seconds = None, 0.0, None
 
     def moves(self, share: float) -> None:
-        """Training is so far, from 0 to 1; a resumed run begins further on."""
+        """The completed share of training, from 0 to 1; a resumed run does not begin at 0."""
         now, self._share = time.perf_counter(), share
         if self._first is None:
             self._first = now, share
@@ -88,7 +87,7 @@ class Forecast:
             self._seconds = (now - self._first[0]) / (share - self._first[1])
 
     def ends(self, slug: str, seconds: float | None = None) -> None:
-        """A run is over, or was before a resume: then it took these seconds."""
+        """A run is over; ``seconds`` is its time if it was finished before a resume."""
         self._open[slug] -= 1
         if slug == self._current:
             if self._first is not None:
@@ -101,13 +100,13 @@ class Forecast:
         self._current, self._share = "", 0.0
 
     def _expected(self, slug: str) -> float | None:
-        """Seconds of a run of this head; None where nothing is known of it."""
+        """Estimated seconds of a run of this head; None if it has no runs yet."""
         finished = self._finished[slug]
         usual = statistics.fmean(finished) if finished else None
         if slug != self._current or self._first is None or self._seconds is None:
             return usual
-        made = self._share - self._first[1]
-        return self._seconds if usual is None else made * self._seconds + (1 - made) * usual
+        done = self._share - self._first[1]
+        return self._seconds if usual is None else done * self._seconds + (1 - done) * usual
 
     def left(self) -> float | None:
         """Seconds left; None until a run has made progress."""
@@ -134,7 +133,7 @@ class Forecast:
 
 
 class Lines(Watcher):
-    """A line for each event, with the time of day."""
+    """Prints a line for each event, with the time of day."""
 
     def __init__(self, out: Console, specs: Sequence[HeadSpec], seeds: int) -> None:
         self._out, self._runs, self._done = out, len(specs) * seeds, 0
@@ -166,7 +165,7 @@ class Lines(Watcher):
         self._done += 1
         self._forecast.ends(spec.slug, result.get("seconds"))
         run, shown = f"{spec.label} seed {seed}", ""
-        # Of runs from before a resume nothing is said: not all of them are counted yet.
+        # No time left after runs from before a resume, since not all of them are counted yet.
         if result["status"] == "ok" and run == self._title and (left := self._forecast.left()):
             shown = f" (about {_clock(left)} left)"
         told = f"{run}: {outcome(result)}{failure(result)}{shown}"
@@ -180,12 +179,12 @@ class Lines(Watcher):
             self.says(f"cost against classes: {share:.0%}, {spec.label} with {classes:,}")
 
     def _is_due(self) -> bool:
-        return time.perf_counter() - self._told >= _TOLD_SECONDS
+        return time.perf_counter() - self._told >= _LINE_SECONDS
 
 
 @dataclass
 class _Row:
-    """What the table knows of one head."""
+    """The state of one head in the table."""
 
     done: int = 0
     share: float = 0.0
@@ -195,13 +194,13 @@ class _Row:
 
 
 class LiveTable(Watcher):
-    """All heads with their progress, loss, quality so far and the time left."""
+    """Shows a live table of all heads with progress, loss, test quality and the time left."""
 
     def __init__(self, out: Console, specs: list[HeadSpec], seeds: list[int]) -> None:
         self._specs, self._n_seeds = specs, len(seeds)
         self._rows = {spec.slug: _Row() for spec in specs}
         self._current: _Row | None = None
-        self._title, self._note, self._said = "", "", ""
+        self._title, self._note, self._message = "", "", ""
         self._forecast = Forecast(specs, len(seeds))
         self._drawing = False
         self._drawn, self._draw_cost = 0.0, 0.0
@@ -209,8 +208,8 @@ class LiveTable(Watcher):
         self._live.start()
 
     def says(self, text: str) -> None:
-        """Shown below the table from now on. A signal may arrive while it is drawn."""
-        self._said = text
+        """Show a message below the table; may be called by a signal handler during drawing."""
+        self._message = text
         if not self._drawing:
             self._draw()
 
@@ -242,7 +241,7 @@ class LiveTable(Watcher):
         row.done, row.share, row.outcome = row.done + 1, 0.0, outcome(result)
         row.step_ms = result.get("step_ms") or row.step_ms
         if why := failure(result):
-            # Printed above the table, where it stays when the table is gone.
+            # Printed above the table, where it remains after the table is removed.
             text = f"{spec.label}, seed {seed}: {row.outcome}{why}"
             self._live.console.print(Text(text, style="red"), soft_wrap=True)
         self._current = None
@@ -264,9 +263,9 @@ class LiveTable(Watcher):
         self._draw_cost = self._drawn - start
 
     def _table(self) -> Table:
-        note = self._said or f"{self._note}   {self._forecast}"
+        note = self._message or f"{self._note}   {self._forecast}"
         table = Table(caption=Text(note), caption_justify="left", box=box.SIMPLE_HEAD)
-        # What came out has to fit into 80 columns too.
+        # The table has to fit into 80 columns.
         table.add_column("head", no_wrap=True, max_width=_NAME_WIDTH, overflow="ellipsis")
         table.add_column("progress", width=_BAR_WIDTH)
         for name in ("runs", "loss", "step", "on test"):
@@ -286,7 +285,7 @@ class LiveTable(Watcher):
 
 
 def outcome(result: dict[str, Any]) -> str:
-    """A result in a few words."""
+    """A result as a short text."""
     test = result.get("test") or {}
     if result["status"] != "ok":
         return str(result["status"])
@@ -304,7 +303,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def failure(result: dict[str, Any]) -> str:
-    """Why a run has failed, to follow its status; empty for other runs."""
+    """The reason of a failed run, as a suffix of its status; empty for other runs."""
     reason = str(result.get("reason") or "")
     return f": {reason}" if reason and result["status"] not in ("ok", "interrupted") else ""
 
@@ -323,6 +322,6 @@ def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: boo
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"

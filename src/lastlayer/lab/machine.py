@@ -1,9 +1,9 @@
-"""The machine: its devices, its memory, and the versions that numbers depend on.
+"""The machine: its devices, its memory, and versions of packages.
 
-Peak memory of training is on a GPU what torch has allocated at most. On a CPU it is what parameters
-and buffers take, and by how much the resident memory of the process has grown at most since they
-were made: Linux keeps that peak (``VmHWM``) and lets a process reset it. Free memory is given back
-to the system first, so that what earlier runs left behind is not reused unseen. Elsewhere it is not
+On a GPU, peak memory of training is torch's peak of allocated memory. On a CPU it is the size of
+parameters and buffers plus the peak growth of the process's resident memory after their creation:
+Linux records that peak (``VmHWM``) and lets a process reset it. Free memory is returned to the
+system first, since reuse of memory from earlier runs would not be seen. On other systems it is not
 measured.
 """
 
@@ -26,7 +26,7 @@ _PACKAGES = ("lastlayer", "torch", "numpy", "numba", "triton", "safetensors", "s
 
 
 def now() -> str:
-    """The time, UTC, to the second."""
+    """The current time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -51,7 +51,7 @@ def device_record(device: torch.device) -> dict[str, Any]:
 
 
 def device_named(name: str) -> torch.device:
-    """The device that ``auto``, ``cpu`` or ``cuda`` means here."""
+    """The device for ``auto``, ``cpu`` or ``cuda`` on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
         raise LabError(
             f"--device: expected a CUDA GPU that torch can use, got none with torch "
@@ -103,9 +103,9 @@ def _held() -> int:
 
 
 class PeakMemory:
-    """Measures between ``start`` and ``stop``; evaluation and checkpoints are left out.
+    """Measures peak memory between ``start`` and ``stop``, without evaluation and checkpoints.
 
-    Make it when the model is warm: what was compiled until then does not count.
+    Create it after the warm-up, so that memory for compiling does not count.
     """
 
     def __init__(self, device: torch.device, *modules: nn.Module) -> None:
@@ -134,7 +134,7 @@ class PeakMemory:
             return
         highest = _bytes("self/status", "VmHWM")
         if highest is not None and self._before is not None:
-            # The system may take back pages of files meanwhile, which hides what was allocated.
+            # The system may drop pages of files meanwhile, which would hide allocations.
             held = _held() - self._held_before
             self._found(self._model + max(0, highest - self._before, held))
 
@@ -155,12 +155,12 @@ def give_back() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):
-        # Only glibc has it; elsewhere memory is not measured anyway.
+        # Only glibc has malloc_trim; on other systems memory is not measured anyway.
         return
 
 
-# What torch says in a plain RuntimeError: the CPU allocator on Linux and on Windows, CUDA outside
-# of torch's allocator, and cuBLAS.
+# Messages of plain RuntimeErrors: torch's CPU allocator on Linux and on Windows, CUDA outside of
+# torch's allocator, and cuBLAS.
 _OUT_OF_MEMORY = (
     "can't allocate memory", "not enough memory: you tried to allocate",
     "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -180,7 +180,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes on a device; None where the system does not tell."""
+    """Free bytes on a device; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if (free := _bytes("meminfo", "MemAvailable")) is not None:
@@ -192,7 +192,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def load() -> float | None:
-    """Load average per core; None where the system does not tell."""
+    """Load average per core; None if unknown."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except (AttributeError, OSError):

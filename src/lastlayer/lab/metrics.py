@@ -15,17 +15,17 @@ class Metric:
     label: str
     style: Style
     lower_is_better: bool
-    log: bool = False  # averaged and drawn on a logarithmic scale
-    tested: bool = True  # measured on test data, else of the run itself
-    least: float = 0.0  # what it can be at least; an interval ends there
+    log: bool = False  # whether it is averaged and drawn on a logarithmic scale
+    tested: bool = True  # whether it is measured on test data; otherwise it is a cost of the run
+    least: float = 0.0  # lowest possible value, at which intervals are clipped
 
     @property
     def most(self) -> float:
-        """What it can be at most."""
+        """The highest possible value."""
         return 1.0 if self.style in {"percent", "share"} else math.inf
 
     def format(self, value: float | None) -> str:
-        """The value as it is shown, with its unit."""
+        """The value as text, with its unit."""
         return format_value(value, self.style)
 
     def better(self, one: float, other: float) -> bool:
@@ -117,7 +117,7 @@ def format_value(value: float | None, style: Style) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, with separators; from a million on with a letter.
+    """Three significant digits, with separators; with a letter for millions and billions.
 
     Example:
         >>> three_digits(0.01234), three_digits(12.345), three_digits(12345.6)
@@ -140,7 +140,7 @@ def three_digits(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A length of time.
+    """A duration as text.
 
     Example:
         >>> seconds(30.0), seconds(95.0), seconds(0.25)
@@ -158,7 +158,7 @@ def seconds(value: float) -> str:
 def _short(value: float) -> str:
     """A count in thousands, millions or billions."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # What rounds to the unit is in the unit: 999,999.9 is 1M.
+        # A value that rounds to the unit is shown in it: 999,999.9 is 1M.
         if abs(value) >= 0.9995 * size * (10 if letter == "k" else 1):
             scaled = value / size
             return f"{scaled:.3g}{letter}" if scaled < 999.5 else f"{scaled:,.0f}{letter}"

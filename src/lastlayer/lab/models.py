@@ -1,7 +1,7 @@
-"""Small backbones that a head is put on, and the head of pairs, a loss of two hidden states.
+"""Small backbones, and the head for pairs, which is a loss of two hidden states.
 
-They make hidden states ``(batch, length, width)`` from tokens ``(batch, length)``, or
-``(batch, width)`` from rows of features.
+Backbones map tokens ``(batch, length)`` to hidden states ``(batch, length, width)``, or rows of
+features to ``(batch, width)``.
 """
 
 import math
@@ -23,20 +23,20 @@ Features = Tensor | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a backbone is made from."""
+    """Settings of a backbone."""
 
-    kind: str  # lstm, transformer or bag; identity for given hidden states
+    kind: str  # lstm, transformer or bag; identity for precomputed hidden states; own
     task: str  # lm, classification, multilabel or pairs
-    inputs: int  # how many tokens or features there are
-    width: int  # size of an embedding and of a hidden state
-    layers: int = 1  # of an LSTM or a transformer
-    length: int = 1  # tokens that are read at a time
-    dense: bool = False  # whether features are dense, and brought to one scale first
-    keys: int = 0  # features of keys, where they are others than those of queries; 0 where not
+    inputs: int  # number of tokens or features
+    width: int  # size of embeddings and hidden states
+    layers: int = 1  # layers of an LSTM or a transformer
+    length: int = 1  # length of a window of tokens
+    dense: bool = False  # whether features are dense; they are standardised
+    keys: int = 0  # number of features of keys; 0 if they are the same as those of queries
 
 
 def build_body(settings: ModelSettings) -> nn.Module:
-    """A body with fresh numbers, which depend on the state of torch's generator alone."""
+    """A backbone with new weights, which depend only on the state of torch's generator."""
     known = MODELS if settings.task == "lm" else ("bag", IDENTITY)
     if settings.kind not in known:
         raise LabError(
@@ -57,14 +57,14 @@ def build_body(settings: ModelSettings) -> nn.Module:
 
 
 def _embedding(inputs: int, width: int) -> nn.Embedding:
-    """With row-sparse gradients: a step touches the tokens it has read, however many there are."""
+    """An embedding with row-sparse gradients: a step updates only the tokens of its batch."""
     made = nn.Embedding(inputs, width, sparse=True)
     nn.init.normal_(made.weight, std=0.1)
     return made
 
 
 class LSTMBody(nn.Module):
-    """Embeddings and an LSTM that starts from zero in each window."""
+    """Embeddings and an LSTM, whose state starts from zero in each window."""
 
     def __init__(self, inputs: int, width: int, layers: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class LSTMBody(nn.Module):
 
 
 class BagBody(nn.Module):
-    """A log-bilinear model: a weighted sum of the last embeddings, weights by their distance."""
+    """A log-bilinear model: a sum of the last eight embeddings with weights by distance."""
 
     reach = 8
 
@@ -95,7 +95,7 @@ class BagBody(nn.Module):
 
 
 class TransformerBody(nn.Module):
-    """A small causal transformer with learned positions, normalised before each part."""
+    """A small causal transformer with learned positions and pre-norm blocks."""
 
     def __init__(self, inputs: int, width: int, layers: int, length: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class TransformerBody(nn.Module):
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        # Heads of 32 numbers where the width allows it.
+        # Attention heads of size 32 if the width is a multiple of it.
         self.n_heads = width // 32 if width % 32 == 0 else 1
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.mix_in, self.mix_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -132,9 +132,9 @@ class _Block(nn.Module):
 
 
 class FeatureBody(nn.Module):
-    """A bag of features: the sum of their vectors times their values, and a rectifier.
+    """A bag of features: the sum of their vectors times their values, then ReLU.
 
-    Dense features come in units of all kinds: they are shifted and scaled as ``fit`` has found.
+    Dense features are standardised with the mean and the variance that ``fit`` computes.
     """
 
     shift: Tensor
@@ -150,7 +150,7 @@ class FeatureBody(nn.Module):
             self.register_buffer("scale", torch.ones(inputs))
 
     def fit(self, features: Tensor) -> None:
-        """Mean 0 and variance 1 for each dense feature over these rows; constant ones become 0."""
+        """Standardise dense features to mean 0 and variance 1 over these rows; constants to 0."""
         spread, middle = torch.var_mean(features.double(), 0, correction=0)
         self.shift.copy_(middle)
         self.scale.copy_(torch.where(spread > 0, spread, 1.0).rsqrt())
@@ -166,9 +166,9 @@ class FeatureBody(nn.Module):
 
 
 class PairBody(nn.Module):
-    """Two towers, each a bag of features and a linear layer; one, where both have the same.
+    """Two towers, each a bag of features and a linear layer; one shared tower if ``keys`` is 0.
 
-    ``keys`` is the number of features of keys; 0 where they are those of queries.
+    ``keys`` is the number of features of keys, or 0 if they have the same features as queries.
     """
 
     def __init__(self, inputs: int, width: int, keys: int, *, dense: bool) -> None:
@@ -178,7 +178,7 @@ class PairBody(nn.Module):
         self.projections = nn.ModuleList(nn.Linear(width, width) for _ in sizes)
 
     def fit(self, query: Tensor, key: Tensor) -> None:
-        """Brings dense features to one scale."""
+        """Standardise dense features."""
         for tower, features in zip(self.towers, (query, key), strict=False):
             if isinstance(tower, FeatureBody):
                 tower.fit(features)
@@ -190,13 +190,13 @@ class PairBody(nn.Module):
 
 
 class InfoNCE(SavedModule):
-    """The loss of pairs, :func:`lastlayer.losses.info_nce`, with the settings to compare.
+    """The head for pairs: the loss :func:`lastlayer.losses.info_nce` with its settings.
 
     Args:
         in_features: size of the hidden state.
-        temperature: similarities are divided by it.
-        symmetric: keys look for their query too.
-        learn_temperature: it is trained, from there on.
+        temperature: divides the similarities.
+        symmetric: whether keys also have to find their query.
+        learn_temperature: whether the temperature is trained, starting from ``temperature``.
     """
 
     recipe: ClassVar[Recipe] = Recipe(
@@ -230,7 +230,7 @@ class InfoNCE(SavedModule):
         )
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """The loss of pairs ``(batch, 2, in_features)``; those of one group are no negatives."""
+        """The loss of pairs ``(batch, 2, in_features)``; pairs of one group are not negatives."""
         query, key = hidden.unbind(1)
         found = self.log_temperature.exp() if self.learn_temperature else self.temperature
         return info_nce(query, key, temperature=found, symmetric=self.symmetric, groups=target)

@@ -1,7 +1,7 @@
-"""The runs of a comparison as tasks of a Ray cluster, each with its cores and its GPU.
+"""Makes the runs of a comparison as tasks of a Ray cluster, each with its own cores and GPU.
 
-Every run writes its own folder, as it does without Ray: the folder of the comparison has to be on a
-file system that all machines share. A run whose worker is lost starts again from its checkpoint.
+Every run writes its own folder, as without Ray, so the folder of the comparison has to be on a file
+system that all machines share. A run whose worker is lost restarts from its checkpoint.
 """
 
 import logging
@@ -31,8 +31,9 @@ _CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.5
 class Cluster:
     """A connection to Ray, and the cores and GPUs of each run.
 
-    The address is ``host:port`` or ``ray://host:port``, ``auto`` for the cluster that runs here, or
-    ``local`` to start one. A run has a GPU of its own: beside another its step times say nothing.
+    The address is ``host:port`` or ``ray://host:port``, ``auto`` for a cluster that runs on this
+    machine, or ``local`` to start one. Each run gets a whole GPU: sharing it would distort step
+    times.
     """
 
     def __init__(self, address: str, threads: int, gpus: int) -> None:
@@ -45,7 +46,7 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
-        # Timing and records in this process use the threads of a worker.
+        # Step times and records of this process are for as many threads as a worker has.
         torch.set_num_threads(self._threads)
         if self._address != LOCAL or not ray.is_initialized():
             self._connect()
@@ -92,7 +93,7 @@ class Cluster:
         watching: Watcher,
         stopped: list[bool],
     ) -> list[dict[str, Any]]:
-        """All heads with all seeds, side by side; each waits for the learning rate of its head."""
+        """Make all runs in parallel; each waits for the learning rate of its head."""
         import ray
 
         task = ray.remote(num_cpus=self._threads, num_gpus=self._gpus, max_retries=_RETRIES)
@@ -127,7 +128,7 @@ class Cluster:
                     keep_rate(bench, spec, found)
             elif isinstance(found, Exception):
                 told = str(found).strip().splitlines() or [type(found).__name__]
-                reason = f"its worker was lost {_RETRIES + 1} times, or failed: {told[-1]}"
+                reason = f"the worker was lost {_RETRIES + 1} times, or failed: {told[-1]}"
                 ended(spec, seed_, written(bench, spec, seed_, "error", reason))
             elif found is not None:
                 ended(spec, seed_, found)
@@ -137,7 +138,7 @@ class Cluster:
     def _finished(
         self, waiting: dict[Any, tuple[HeadSpec, int | None]], stop: Path, stopped: list[bool]
     ) -> Iterator[tuple[HeadSpec, int | None, Any]]:
-        """Tasks as they end; more may be added to those waiting."""
+        """Yields tasks as they finish, with their results; more may be added to ``waiting``."""
         import ray
 
         while waiting:
@@ -154,29 +155,29 @@ class Cluster:
 
 
 def _search(bench: Bench, spec: HeadSpec, threads: int) -> dict[str, Any] | None:
-    """The learning rate of a head, on a worker; None where it cannot be found."""
+    """Search the learning rate of a head on a worker; None after an error."""
     torch.set_num_threads(threads)
     try:
         return search_rate(bench, spec, _Stopped(bench.out / _STOP))
-    except Exception:  # noqa: BLE001 — goes wrong in the runs again, and is told there
+    except Exception:  # noqa: BLE001 — the runs raise it again, and report it
         return None
 
 
 def _make(
     bench: Bench, spec: HeadSpec, seed: int, rate: dict[str, Any] | None, threads: int
 ) -> dict[str, Any] | None:
-    """A run on a worker; None where Ctrl-C came before it."""
+    """Make a run on a worker; None if it was stopped before the run began."""
     torch.set_num_threads(threads)
     stopped = _Stopped(bench.out / _STOP)
     if stopped():
         return None
-    # The file of rates is the driver's, which may not have written it yet.
+    # The driver may not have written the file of learning rates yet.
     bench = replace(bench, finds_rate=False, lr=rate["lr"] if rate else bench.lr)
     return bench.finished(spec, seed) or perform(bench, spec, seed, lambda *_: None, stopped)
 
 
 class _Stopped:
-    """Whether the file is there; looked for twice per second at most."""
+    """Whether the stop file exists; checked at most twice per second."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._looked, self._found = path, -1.0, False
@@ -189,7 +190,7 @@ class _Stopped:
 
 
 def _check_reachable(address: str) -> None:
-    """Fail fast: Ray itself waits for minutes."""
+    """Fail fast if the cluster is not reachable, for which Ray itself waits for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         if address in (LOCAL, "auto"):

@@ -19,9 +19,9 @@ CLASS_TASKS = ("lm", "classification", "multilabel")
 TASKS = (*CLASS_TASKS, "pairs")
 MODELS = ("lstm", "transformer", "bag")
 IDENTITY = "identity"
-"""The backbone of hidden states that are already there."""
+"""The backbone for precomputed hidden states."""
 OWN = "own"
-"""The backbone of a comparison that was asked for in Python."""
+"""The user's backbone, in a comparison from Python."""
 DEVICES = ("auto", "cpu", "cuda")
 # Options for reading data, besides the task.
 READING = (
@@ -33,8 +33,8 @@ DEFAULT_BUDGET = "400steps"
 # The most frequent tokens of the embedded corpus.
 EMBEDDED_VOCABULARY = 8_000
 
-# A learning rate for each backbone under Adam: near the best for almost every head after 400 steps
-# on the embedded corpus.
+# Learning rate for each backbone with Adam: near the best for almost every head after 400 steps on
+# the embedded corpus.
 _RATES = {"lstm": 1.2e-2, "transformer": 1.8e-3, "bag": 1.2e-2}
 
 
@@ -42,7 +42,7 @@ _DATA, _TRAINING = "Data", "Training"
 
 
 def _option(
-    told: str,
+    help_: str,
     metavar: str | None = None,
     *,
     flag: str = "",
@@ -51,15 +51,15 @@ def _option(
 ) -> Any:
     """A dataclass field with its command-line option."""
     names = [flag] if flag else []
-    cli = kind(*names, help=told, metavar=metavar, rich_help_panel=panel, show_default=False)
+    cli = kind(*names, help=help_, metavar=metavar, rich_help_panel=panel, show_default=False)
     return field(default=None, metadata={"cli": cli})
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Options of a comparison, as the commands take them.
+    """Options of a comparison as given on the command line; None for those that were not given.
 
-    An option that was not given is None; :meth:`settled` checks the others.
+    :meth:`settled` checks them and fills in the defaults.
     """
 
     data: str | None = _option(
@@ -72,17 +72,17 @@ class CompareOptions:
         flag="--head",
     )  # fmt: skip
     budget: str | None = _option(
-        "Training of each run, the same number of steps for every head; a time is that of the "
+        "Training of each run, the same number of steps for every head; a time applies to the "
         "slowest head. 400 steps by default.", "2000steps|3epochs|30s",
     )  # fmt: skip
     seeds: int | None = _option("Seeds of each head; 3 by default.")
     task: str | None = _option(
-        "What is predicted; inferred from the data by default, and said.", "|".join(TASKS)
+        "What is predicted; by default inferred from the data and printed.", "|".join(TASKS)
     )
     device: str | None = _option("auto takes a CUDA GPU if there is one.", "|".join(DEVICES))
     tolerance: float | None = _option(
-        "The cheapest head whose quality is within this share of the best is recommended; 0.03 by "
-        "default."
+        "The cheapest head whose quality is within this share of the best is recommended; 0.03, "
+        "which is 3%, by default."
     )
     text: str | None = _option("Column of the text; guessed by default.", "NAME,…", panel=_DATA)
     label: str | None = _option(
@@ -122,7 +122,7 @@ class CompareOptions:
         return {**given, **({"heads": list(self.heads)} if self.heads else {})}
 
     def command(self) -> list[str]:
-        """The command line with the same options."""
+        """The command line that gives these options."""
         words = ["lastlayer", "compare", *([self.data] if self.data else [])]
         for head in self.heads or ():
             words += ["--head", head]
@@ -133,13 +133,13 @@ class CompareOptions:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "CompareOptions":
-        """From what :meth:`as_json` gave."""
+        """The options that :meth:`as_json` wrote."""
         known = {each.name for each in fields(cls)}
-        made = {name: each for name, each in record.items() if name in known}
-        return cls(**{**made, **({"heads": tuple(made["heads"])} if "heads" in made else {})})
+        values = {name: each for name, each in record.items() if name in known}
+        return cls(**{**values, **({"heads": tuple(values["heads"])} if "heads" in values else {})})
 
     def resumed(self, before: "CompareOptions", folder: Path) -> "CompareOptions":
-        """The recorded options of a folder; those given now must not differ from them."""
+        """The recorded options ``before`` of a folder, which these options must not contradict."""
         now, then = self.as_json(), before.as_json()
         other = [
             f"{_flag(name)} was {then.get(name, 'not given')} and is {value}"
@@ -148,13 +148,13 @@ class CompareOptions:
         ]
         if other:
             raise LabError(
-                f"--resume: expected the options that '{folder}' was made with, got others: "
+                f"--resume: expected the options of the comparison in '{folder}', got others: "
                 f"{'; '.join(other)}; leave them out, or choose another --out"
             )
         return before
 
     def settled(self, task: str | None = None) -> "Settled":
-        """All options checked, with defaults filled in; ``task`` is that of the data once read."""
+        """Check the options and fill in defaults; ``task`` is that of the data, if it is read."""
         asked = None if self.task is None else one_of("--task", self.task, TASKS)
         task = task or asked or ("lm" if self.data is None else None)
         usual = "lstm" if task in (None, "lm") else "bag"
@@ -211,10 +211,10 @@ class Settled:
     seeds: list[int]
     model: str
     task: str | None
-    """None until the data is read."""
+    """None if it is inferred from the data, which is not read yet."""
     device: str
     reading: dict[str, Any]
-    """What the data is read with."""
+    """Keyword arguments of :func:`lastlayer.lab.data.load`."""
     batch: int
     length: int
     width: int
@@ -225,7 +225,7 @@ class Settled:
     threads: int | None
 
     def read(self) -> "Data":
-        """The data; raises DataError or LabError with one message where it cannot be read."""
+        """Read the data; raises DataError or LabError if that is not possible."""
         from lastlayer.lab.data import DataError, load
 
         try:
@@ -241,7 +241,7 @@ def _flag(name: str) -> str:
 
 
 def one_of(option: str, value: str, known: tuple[str, ...]) -> str:
-    """The value, which has to be one of those that are known."""
+    """Return ``value``, or raise LabError if it is not one of ``known``."""
     if value not in known:
         raise LabError(f"{option}: expected one of {', '.join(known)}, got {value!r}")
     return value
@@ -250,7 +250,7 @@ def one_of(option: str, value: str, known: tuple[str, ...]) -> str:
 def whole(
     option: str, value: int | None, usual: int = 0, *, least: int = 1, most: int = sys.maxsize
 ) -> int:
-    """The number that was given, within its bounds, or the usual one."""
+    """Return ``value``, or ``usual`` if it is None; raise LabError if it is out of bounds."""
     if value is None:
         return usual
     if value < least:

@@ -1,7 +1,7 @@
-"""``lastlayer plan --ranks``: heads over several processes, counted and not measured.
+"""``lastlayer plan --ranks``: the cost of heads over several processes, computed, not measured.
 
-Heads are made on the meta device, so that a billion classes take no memory. What a head makes from
-data, such as cutoffs and samplers, has a closed form here, unless the spec says otherwise.
+Heads are built on the meta device, so that a billion classes take no memory. Arguments that usually
+depend on data, such as cutoffs and samplers, have fixed defaults here, unless the spec sets them.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from lastlayer.parallel import LayoutCost, Plan, plan
 from lastlayer.parallel.communication import as_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Trees, spellings and tables of counts have an entry per class.
+# Limit of classes for trees, spellings and tables of counts, which have an entry per class.
 MOST_TABLES = 1_000_000
 _TITLES = {"replicate": "replicate (DDP)", "fsdp": "FSDP2", "class-parallel": "class-parallel"}
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """The plan of a head, or why there is none."""
+    """The plan of a head, or the reason why there is none."""
 
     head: str
     plan: Plan | None = None
@@ -47,7 +47,7 @@ class ProcessPlan:
 
 
 class _Sizes(ClassData):
-    """Classes of which nothing but their number is known, up to a number equally frequent."""
+    """Class data of equally frequent classes; counts are refused for too many classes."""
 
     def positive_counts(self) -> Any:
         _check_table(self.n_classes)
@@ -74,10 +74,10 @@ def plan_processes(
     dtype: str = "float32",
     **given: Any,
 ) -> list[ProcessPlan]:
-    """What each head costs over ``ranks`` processes with ``rows`` targets per step each.
+    """Compute the cost of heads over ``ranks`` processes with ``rows`` targets per step each.
 
-    Without heads, the full softmax, or ZLPR for several labels. Other arguments are those of
-    :func:`lastlayer.parallel.plan`.
+    Without ``heads``, of the full softmax, or of ZLPR for several labels. Other arguments are
+    passed to :func:`lastlayer.parallel.plan`.
     """
     one_of("--dtype", dtype, tuple(DTYPES))
     one_of("--task", task, CLASS_TASKS)
@@ -103,7 +103,7 @@ def plan_processes(
 
 
 def _on_meta(spec: HeadSpec, hidden: int, classes: int, dtype: torch.dtype) -> Head:
-    """The head of a spec, without memory for its parameters."""
+    """Build the head of a spec on the meta device."""
     cls, recipe, given = spec.made_by.cls, spec.made_by.recipe, dict(spec.arguments)
     factory = {"device": "meta", "dtype": dtype}
     if "sparse" in recipe.defaults:
@@ -120,7 +120,7 @@ def _on_meta(spec: HeadSpec, hidden: int, classes: int, dtype: torch.dtype) -> H
         given["bands"] = [(top, hidden - narrow), (classes - top, narrow)]
     if "sampler" in recipe.extra:
         given.setdefault("sampler", "log_uniform")
-    # A broadcast view of one number takes no memory.
+    # A broadcast view of one value takes no memory.
     words: list[str] = []
     if cls is CharCNNSoftmax:
         _check_table(classes)
@@ -131,7 +131,7 @@ def _on_meta(spec: HeadSpec, hidden: int, classes: int, dtype: torch.dtype) -> H
 
 
 def render_processes(found: Sequence[ProcessPlan], console: Console) -> None:
-    """A table per head with its layouts, the one to take and why."""
+    """Print a table per head with its layouts, the recommended one and why."""
     for each in found:
         if each.plan is None:
             console.print(Text(f"{each.head}: not planned: {each.reason}"), soft_wrap=True)
@@ -146,8 +146,8 @@ def render_processes(found: Sequence[ProcessPlan], console: Console) -> None:
         console.print()
     text = (
         "Computed, not measured, per process: tables are parameters, gradients and the state of "
-        "the optimiser; beside them are scores and what is received from other processes. Traffic "
-        "is what a process receives per step of the head, calls how often it communicates."
+        "the optimiser; beside are scores and data received from other processes. Traffic is the "
+        "data that a process receives per step of the head, calls how often it communicates."
     )
     console.print(Text(text, style="dim"))
 

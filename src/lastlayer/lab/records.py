@@ -1,6 +1,6 @@
-"""The files of a comparison: written whole or not at all, and read back as values.
+"""The files of a comparison: written atomically, and read into dataclasses.
 
-A kill at any moment leaves the old file or the new one.
+If the process is killed at any moment, either the old or the new file is there.
 """
 
 import json
@@ -24,7 +24,7 @@ LOCK = ".lock"
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON cannot hold."""
+    """Replace NaN and infinity by None, since JSON does not support them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -36,7 +36,7 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path``; the file that is written there replaces it at the end."""
+    """Yields a temporary path in the same folder; its file replaces ``path`` at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
@@ -48,7 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
-    """Write a file that appears whole or not at all, also after a power cut."""
+    """Write a file atomically, also in case of a power cut."""
     with replacing(path) as new, new.open("w", encoding="utf-8", errors=errors) as file:
         file.write(text)
         file.flush()
@@ -74,10 +74,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Lines:
-    """A file of JSON lines that is appended to; every line is flushed."""
+    """Appends to a file of JSON lines; every line is flushed."""
 
     def __init__(self, path: Path, keep: int = 0) -> None:
-        """Append after the first ``keep`` bytes; the rest of the file is cut off."""
+        """Append after the first ``keep`` bytes; the rest of the file is removed."""
         self._file = path.open("a+b")
         self._file.truncate(keep)
         self._file.seek(0, os.SEEK_END)
@@ -98,13 +98,13 @@ class Lines:
 
 
 class Lock:
-    """Lets one process at a time work in a folder.
+    """A lock, so that only one process at a time works in a folder.
 
-    The system releases the lock when the process dies, however it does; the next process takes over
-    the file that is left. Systems without such locks, as Windows, have none.
+    The system releases it when the process dies for any reason; the next process reuses the file.
+    On systems without such locks, such as Windows, it does nothing.
 
     Raises:
-        LabError: another process has it.
+        LabError: another process holds the lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,7 +123,7 @@ class Lock:
                     f"which process {holder} does; wait for it, or choose another --out"
                 ) from None
             except OSError:
-                # Some network disks have no locks.
+                # Some network file systems have no locks.
                 file.close()
                 return
             # The former holder may have removed the file since it was opened.
@@ -144,7 +144,7 @@ class Lock:
 
 
 def check_writable(folder: Path, *, option: str = "--out") -> None:
-    """Make the folder and write into it once, so that errors show before the training."""
+    """Create the folder and write a file into it, so that errors are raised before training."""
     probe = folder / ".probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,10 +158,10 @@ def check_writable(folder: Path, *, option: str = "--out") -> None:
 
 
 FROM_PYTHON = "lastlayer.lab.compare"
-"""The command of a comparison that was asked for in Python."""
+"""The recorded command of a comparison from Python."""
 STARTED = "class frequencies"
-"""How the biases of a head start, where it supports that."""
-# States of runs that may still finish.
+"""The recorded initialisation of biases, if the head supports it."""
+# Statuses of runs that may still finish.
 OPEN = ("interrupted", "unfinished", "not started")
 
 SCHEMA = 1
@@ -179,7 +179,7 @@ def from_json(kind: type[_Record], record: Mapping[str, Any]) -> _Record:
 
 @dataclass(frozen=True)
 class HeadEntry:
-    """A head that was asked for."""
+    """A head of a comparison."""
 
     spec: str
     label: str = ""
@@ -187,7 +187,7 @@ class HeadEntry:
     family: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
-    """What people call it; no two heads of a comparison have the same."""
+    """Display name, unique within a comparison."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class Point:
     """A line of metrics.jsonl."""
 
     step: int
-    seconds: float  # of training alone, without warm-up and evaluation
-    values: Mapping[str, float]  # what is finite of it
+    seconds: float  # training time, without warm-up and evaluation
+    values: Mapping[str, float]  # its finite values
 
 
 @dataclass(frozen=True)
@@ -207,12 +207,12 @@ class Run:
     seed: int
     status: str
     reason: str
-    numbers: Mapping[str, float]  # costs, such as ``steps`` and ``step_ms``; what is finite of them
-    test: Mapping[str, float]  # quality on test data; what is finite of it
+    numbers: Mapping[str, float]  # finite costs, such as ``steps`` and ``step_ms``
+    test: Mapping[str, float]  # finite metrics on test data
     calibration: tuple[Mapping[str, float], ...] = ()
     by_decile: tuple[Mapping[str, float], ...] = ()
     explorer: tuple[Mapping[str, Any], ...] = ()
-    bias: str = ""  # how the biases of the head have started
+    bias: str = ""  # how the biases of the head were initialised
     train: tuple[Point, ...] = ()
     valid: tuple[Point, ...] = ()
 
@@ -234,7 +234,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``lastlayer compare`` was asked for, and the runs it made."""
+    """The settings of a comparison, and its runs."""
 
     folder: Path
     heads: tuple[HeadEntry, ...]
@@ -244,7 +244,7 @@ class Comparison:
     model: Mapping[str, Any] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
     baseline: Mapping[str, Any] = field(default_factory=dict)
-    """What the frequencies of classes alone reach."""
+    """Metrics of predicting the class frequencies."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
@@ -259,18 +259,18 @@ class Comparison:
 
     @property
     def n_classes(self) -> int | None:
-        """How many classes there are to choose from, where it is known."""
+        """Number of classes, if known."""
         found = self.data.get("classes")
         return int(found) if isinstance(found, int | float) else None
 
     @property
     def from_python(self) -> bool:
-        """Whether :func:`lastlayer.lab.compare` made it, which has arguments, not options."""
+        """Whether it was made by :func:`lastlayer.lab.compare`, with arguments, not options."""
         return list(self.command[:1]) == [FROM_PYTHON]
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Everything in a folder that ``lastlayer compare`` wrote, or is still writing."""
+    """Read the folder of a comparison, finished or not."""
     folder = Path(folder)
     path = folder / "compare.json"
     if not path.is_file():
@@ -297,7 +297,7 @@ def _heads(entries: Sequence[Mapping[str, Any]]) -> tuple[HeadEntry, ...]:
         label, slug = head.label or head.spec, head.slug or head.spec
         heads.append(replace(head, label=label, slug=slug, title=title(head.family, label)))
     often = Counter(head.title for head in heads)
-    # A class of the user's may be called as one of ours.
+    # A user's class may have the same name as one of ours.
     return tuple(
         replace(head, title=f"{head.title} [{head.spec}]") if often[head.title] > 1 else head
         for head in heads
@@ -333,7 +333,7 @@ def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, where a kill may have cut the last line short."""
+    """The objects of a JSON-lines file; after a kill its last line may be incomplete."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -349,7 +349,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _points(lines: list[dict[str, Any]], kind: str) -> tuple[Point, ...]:
-    """Points of one kind, by step; of a repeated step the last one counts."""
+    """Points of one kind, by step; the last one counts if a step is repeated."""
     last: dict[int, Point] = {}
     for line in lines:
         values = _numbers(line)
@@ -373,11 +373,11 @@ class Cost:
 
     slug: str
     classes: int
-    ms: float | None = None  # median milliseconds; None where it was not measured
-    low_ms: float | None = None  # 20th percentile, and ``high_ms`` the 80th
-    high_ms: float | None = None
-    samples: int = 0  # how many steps were timed
-    # Of the head and its step; None where it could not be measured.
+    ms: float | None = None  # median milliseconds; None if not measured
+    low_ms: float | None = None  # 20th percentile
+    high_ms: float | None = None  # 80th percentile
+    samples: int = 0  # number of timed steps
+    # Of the head and its step; None if it could not be measured.
     peak_memory_mb: float | None = None
     parameters: int | None = None
     reason: str = ""  # why it was not measured
@@ -385,23 +385,23 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All measured costs, and the sizes that they were measured with."""
+    """All measured costs, and the sizes of the problem."""
 
-    rows: int  # in a step
+    rows: int  # rows per step
     width: int  # size of the hidden state
     own: int  # the number of classes of the data
     found: tuple[Cost, ...]
 
 
 def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
-    """Learning rates that were tried, by the slug of the head; none where they were given."""
+    """Learning rates that were tried, by the slug of the head; empty if the rate was given."""
     path = folder / RATES_FILE
     held = read_json(path) if path.is_file() else {}
     return {slug: found for slug, found in held.items() if isinstance(found, dict)}
 
 
 def read_costs(folder: Path) -> Costs | None:
-    """What costs.json in the folder of a comparison holds; None where there is no such file."""
+    """Read costs.json in the folder of a comparison; None if there is no such file."""
     path = folder / COSTS_FILE
     if not path.is_file():
         return None
@@ -415,17 +415,17 @@ def read_costs(folder: Path) -> Costs | None:
         return from_json(Costs, {**held, "found": tuple(from_json(Cost, c) for c in held["costs"])})
     except (KeyError, TypeError, AttributeError) as error:
         raise LabError(
-            f"'{path}': expected what `lastlayer compare` wrote, got {type(error).__name__}: "
+            f"'{path}': expected a file of `lastlayer compare`, got {type(error).__name__}: "
             f"{error}; delete it"
         ) from error
 
 
 def told_of(data: dict[str, Any]) -> list[str]:
-    """Lines that tell what was inferred from the data: task, columns and notes."""
+    """Lines for the terminal about inferred properties of the data: task, columns and notes."""
     described = data["description"]
     task = f"Task: {data['task']}"
     if described.get("task_reason", "as asked") != "as asked":
-        task += f" ({described['task_reason']}; --task asks for another)"
+        task += f" ({described['task_reason']}; --task sets another one)"
     lines = [task]
     columns = {
         use: [names] if isinstance(names, str) else names

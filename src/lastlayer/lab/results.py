@@ -25,43 +25,43 @@ Axis = Literal["seconds", "steps"]
 TOLERANCE = 0.03
 # Shares of the steps between which the gain is computed: the last quarter, and the one before.
 _LAST, _BEFORE = (0.75, 1.0), (0.5, 0.75)
-# A mean step time over the median, or a load per core, that suggests a disturbed machine.
+# Ratio of mean and median step time, and load per core, above which a machine counts as disturbed.
 _STALLED, _LOADED = 1.5, 1.5
 
 
 @dataclass(frozen=True)
 class HeadSummary:
-    """One head over all of its seeds."""
+    """One head over all its seeds."""
 
     head: HeadEntry
     runs: tuple[Run, ...]
-    estimates: Mapping[str, Estimate]  # by the key of a metric, from the runs that finished
-    # The best validation up to the time, and up to the step, that all heads have reached.
+    estimates: Mapping[str, Estimate]  # by the key of a metric, from finished runs
+    # The best validation up to the time, and up to the step, that all finished runs reached.
     at_equal_seconds: Estimate | None
     at_equal_steps: Estimate | None
-    # How much better validation became over the last quarter of the steps, as a share.
+    # Relative improvement of validation over the last quarter of the steps.
     gain: float | None = None
-    gain_before: float | None = None  # the same over the quarter before it
+    gain_before: float | None = None  # over the quarter before it
     rank: int | None = None  # 1 is best; None without a result
 
     @property
     def title(self) -> str:
-        """What the head is called."""
+        """Display name of the head."""
         return self.head.title
 
     @property
     def finished(self) -> tuple[Run, ...]:
-        """The runs that came to their end."""
+        """The runs that were trained and tested."""
         return tuple(run for run in self.runs if run.finished)
 
     @property
     def any_failed(self) -> bool:
-        """Whether a seed came to no result."""
+        """Whether a run failed."""
         return any(run.failed for run in self.runs)
 
     @property
     def status(self) -> str:
-        """What became of the runs: ``ok``, or how many of which kind."""
+        """The status of the runs, such as ``ok``, or the number of runs with each status."""
         kinds = Counter(run.status for run in self.runs)
         if len(kinds) == 1:
             return next(iter(kinds))
@@ -69,7 +69,7 @@ class HeadSummary:
 
     @property
     def disturbed(self) -> bool:
-        """Whether something else ran on the machine: steps far above the median, or a load."""
+        """Whether other processes slowed it: a mean step far above the median, or a high load."""
         return any(
             run.numbers.get("step_ms_mean", 0.0) > _STALLED * run.numbers.get("step_ms", math.inf)
             or run.numbers.get("load", 0.0) > _LOADED
@@ -77,26 +77,26 @@ class HeadSummary:
         )
 
     def mean(self, key: str) -> float | None:
-        """The mean of a metric, where it was measured."""
+        """The mean of a metric; None if not measured."""
         found = self.estimates.get(key)
         return None if found is None else found.mean
 
     def by_seed(self, metric: Metric) -> dict[int, float]:
-        """The metric of each run that finished."""
+        """The metric of each finished run, by seed."""
         values = {run.seed: _of_run(run, metric) for run in self.finished}
         return {seed: value for seed, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Results:
-    """A comparison, summarised."""
+    """A summary of a comparison."""
 
     comparison: Comparison
-    metric: Metric  # what heads are ranked by
-    summaries: tuple[HeadSummary, ...]  # in the order of ranks; heads without a result come last
+    metric: Metric  # by which heads are ranked
+    summaries: tuple[HeadSummary, ...]  # ordered by rank; heads without a result come last
     equal_seconds: float | None  # the training time up to which every finished run was validated
     equal_steps: int | None  # the step up to which every finished run was validated
-    # Of each head against the number of classes; None where they were not measured.
+    # Cost of each head by number of classes; None if not measured.
     costs: Costs | None = None
 
     @property
@@ -105,17 +105,17 @@ class Results:
         return tuple(summary for summary in self.summaries if summary.rank is not None)
 
     def measured(self, candidates: Sequence[Metric]) -> list[Metric]:
-        """Those of the metrics that at least one head has."""
+        """The metrics that at least one head has."""
         return [m for m in candidates if any(m.key in s.estimates for s in self.summaries)]
 
     @property
     def tolerance(self) -> float:
-        """By which share a recommended cheaper head may be worse than the best."""
+        """Relative difference by which the recommended head may be worse than the best."""
         found = self.comparison.settings.get("tolerance")
         return float(found) if isinstance(found, int | float) else TOLERANCE
 
     def loss(self, best: HeadSummary, other: HeadSummary) -> float:
-        """By which share the other is worse than the best, in the metric of the ranks."""
+        """Relative difference by which ``other`` is worse than ``best`` in the ranking metric."""
         key = self.metric.key
         ours, theirs = best.mean(key) or 0.0, other.mean(key) or 0.0
         if self.metric.lower_is_better:
@@ -123,21 +123,21 @@ class Results:
         return 1.0 - theirs / ours if ours else 0.0
 
     def baseline(self) -> float | None:
-        """What the frequencies of classes alone reach on test data."""
+        """The ranking metric of predicting the class frequencies on test data; None if unknown."""
         found = self.comparison.baseline.get("test")
         value = found.get(self.metric.key) if isinstance(found, Mapping) else None
         return float(value) if isinstance(value, int | float) else None
 
     def beats_baseline(self, summary: HeadSummary) -> bool:
-        """Whether a head is better than the frequencies alone; True where these are not known."""
+        """Whether a head is better than the class frequencies; True if that is unknown."""
         base, own = self.baseline(), summary.mean(self.metric.key)
         return base is None or own is None or self.metric.better(own, base)
 
     def told_apart(self) -> dict[str, bool]:
-        """By slug, whether the seeds show that a head is worse than the best one.
+        """By slug, whether a head is significantly different from the best one.
 
-        Paired t-tests with Holm's correction over all pairs of heads: which one is the best is
-        read off the same runs, so that any pair could have been the one. One seed shows nothing.
+        Paired t-tests with Holm's correction over all pairs of heads, since the best one is chosen
+        by the same runs. With one seed no difference is significant.
         """
         ranked = self.ranked
         found = p_values([each.by_seed(self.metric) for each in ranked], log=self.metric.log)
@@ -145,7 +145,7 @@ class Results:
         return {ranked[j].head.slug: p < LEVEL for (i, j), p in corrected if i == 0}
 
     def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
-        """The heads that none other beats in both quality and cost, cheapest first; ties stay."""
+        """The Pareto front of quality and cost, cheapest first; ties are kept."""
         metric = self.metric
         places = [
             (s, quality, price) for s in self.ranked
@@ -165,7 +165,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read and summarise a folder of ``lastlayer compare``, finished or not."""
+    """Read and summarise the folder of a comparison, finished or not."""
     return replace(summarise(read_comparison(folder)), costs=read_costs(Path(folder)))
 
 
@@ -188,11 +188,11 @@ def summarise(comparison: Comparison) -> Results:
 
 
 def ranking_metric(comparison: Comparison) -> Metric:
-    """What heads are ranked by.
+    """The metric by which heads are ranked.
 
     Several labels: micro-F1. Classification: accuracy. Pairs: recall at 1. Language models:
-    perplexity, or where a head gives probability 0 to a target, so that its perplexity is
-    infinite, the ε-smoothed one, which every head has.
+    perplexity, or the ε-smoothed perplexity if that of some head is infinite, because it gives
+    probability 0 to a target.
     """
     finished = [run for run in comparison.runs if run.finished]
     measured = {key for run in finished for key in run.test}
@@ -207,7 +207,7 @@ def ranking_metric(comparison: Comparison) -> Metric:
 
 
 def quality_of(point: Point, metric: Metric) -> float | None:
-    """The quality that a validation point has; perplexity may be written as its logarithm."""
+    """The metric at a validation point; perplexity may be recorded as its logarithm."""
     value = point.values.get(metric.key)
     if value is not None:
         return value
@@ -216,7 +216,7 @@ def quality_of(point: Point, metric: Metric) -> float | None:
 
 
 def curve(run: Run, metric: Metric, axis: Axis) -> list[tuple[float, float]]:
-    """The validation points of a run: seconds or steps, and the quality there."""
+    """The learning curve of a run: pairs of seconds or steps, and validation quality."""
     return [
         (point.seconds if axis == "seconds" else float(point.step), value)
         for point in run.valid
@@ -225,10 +225,10 @@ def curve(run: Run, metric: Metric, axis: Axis) -> list[tuple[float, float]]:
 
 
 def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | None:
-    """Validation quality of a run between two of its validations.
+    """Validation quality of a run at a time or step between two validations.
 
-    It is linear between neighbours, in the logarithm where the metric is on a logarithmic scale.
-    None where the run was not yet, or no longer, validated.
+    It is interpolated linearly, in the logarithm if the metric has a logarithmic scale. None
+    outside of the run's validations.
     """
     points = curve(run, metric, axis)
     if not points or not points[0][0] <= where <= points[-1][0]:
@@ -245,7 +245,7 @@ def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | N
 
 
 def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) -> Estimate | None:
-    """The best validation up to there: a run is judged by its best model, not by its last."""
+    """The best validation up to a time or step, since the best model of a run is tested."""
     pick, found = min if metric.lower_is_better else max, []
     if where is None:
         return None
@@ -257,7 +257,7 @@ def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) ->
 
 
 def _gain(runs: Sequence[Run], metric: Metric, start: float, end: float) -> float | None:
-    """How much better the best validation so far became between two shares of the steps."""
+    """Relative improvement of the best validation so far between two fractions of the steps."""
     pick, found = min if metric.lower_is_better else max, []
     for run in runs:
         points = curve(run, metric, "steps")
@@ -276,7 +276,7 @@ def _estimates(runs: Sequence[Run]) -> dict[str, Estimate]:
     found = {}
     for metric in (*metrics.QUALITY, *metrics.COSTS):
         values = [value for run in runs if (value := _of_run(run, metric)) is not None]
-        # A mean over fewer seeds than finished would hide that one of them has no such number.
+        # A mean over some of the seeds would hide that others have no finite value.
         if len(values) == len(runs) and (mean := estimate(values, log=metric.log)):
             found[metric.key] = mean
     return found
@@ -292,7 +292,7 @@ def _of_run(run: Run, metric: Metric) -> float | None:
 
 
 def _ranked(summaries: Sequence[HeadSummary], metric: Metric) -> tuple[HeadSummary, ...]:
-    """Best first; a head with a seed that failed ranks below all that never did."""
+    """Rank heads, best first; a head with a failed run ranks below all heads without one."""
     sign = 1.0 if metric.lower_is_better else -1.0
     having = [(s, mean) for s in summaries if (mean := s.mean(metric.key)) is not None]
     having.sort(key=lambda place: (place[0].any_failed, sign * place[1]))

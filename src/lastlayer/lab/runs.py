@@ -1,7 +1,7 @@
 """One run: a head and a seed, trained, evaluated and saved in its own folder.
 
-Also what comes before the runs: timing a step of each head where the budget is a time, and the
-search for the learning rate of each head.
+Also the preparations: timing a step of each head if the budget is a time, and the search for the
+learning rate of each head.
 """
 
 import math
@@ -47,8 +47,8 @@ _COSTS = (
 )  # fmt: skip
 # Keeps the seeds of heads apart from those of backbones and batches.
 _HEAD_SEED = 1_000_003
-# Learning rates to try: the usual one, its neighbours, and further ones while the outermost is
-# best, up to a bound. Each is trained for a share of the steps.
+# Learning rates to try: the default one, its neighbours, and further ones while the outermost is
+# best, up to a bound. Each is tried in a run with a share of the steps.
 _RATE_FACTOR, _FURTHEST = 3.0, 2
 _RATE_SHARE, _RATE_STEPS = 1 / 4, (20, 1000)
 # Number of timed steps, and a bound on their total time.
@@ -63,7 +63,7 @@ def data_record(
     fingerprint: str,
     description: dict[str, Any],
 ) -> dict[str, Any]:
-    """What compare.json says of data with these numbers of tokens or rows in its parts."""
+    """The entry of compare.json about the data; ``sizes`` are tokens or rows of each part."""
     return {
         "name": name, "task": task, "classes": classes,
         "tokens" if task == "lm" else "rows": sum(sizes.values()),
@@ -74,22 +74,22 @@ def data_record(
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What heads are compared on: data and a backbone, from files or from Python."""
+    """The data and the backbone of a comparison, from files or from Python."""
 
-    data: dict[str, Any]  # what compare.json says of the data
-    needs: ClassData  # what heads are made from
-    feed: Feed  # where batches come from
-    model: ModelSettings  # what compare.json says of the backbone
-    # A backbone with fresh weights, which depend on torch's generator alone.
+    data: dict[str, Any]  # the entry of compare.json about the data
+    needs: ClassData  # class data from which heads are built
+    feed: Feed  # the source of batches
+    model: ModelSettings  # settings of the backbone, as in compare.json
+    # Returns a backbone with new weights, which depend on torch's generator only.
     make_body: Callable[[], nn.Module]
-    # What the explorer shows of a model.
+    # Returns the explorer's entries for a backbone and a head.
     explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
-    n_rows: int  # of the training part, for the frequencies of labels
-    # Writes what a trained model needs beside its weights, such as the vocabulary.
+    n_rows: int  # rows of the training part, for label frequencies
+    # Writes other files of a trained model, such as the vocabulary.
     save: Callable[[Path], None]
-    # Learning rate around which each head's own is looked for; None for that of the options.
+    # Learning rate around which each head's own is searched; None takes that of the options.
     usual_lr: float | None = None
-    # What asked for the comparison, where it was not ``lastlayer compare``.
+    # The recorded command, if it is not ``lastlayer compare`` with the options.
     command: list[str] | None = None
 
 
@@ -98,26 +98,26 @@ class Bench(Subject):
     """A subject with everything else that the runs of a comparison share."""
 
     out: Path  # the folder of the comparison
-    judge: Judge  # what judges models
+    judge: Judge  # evaluates models
     steps: int  # of each run
-    lr: float  # learning rate, or the usual one around which each head's own is looked for
-    finds_rate: bool  # whether that is done
-    device: torch.device  # where they run
-    record: dict[str, Any]  # what config.json holds beside head and seed
+    lr: float  # learning rate, or the one around which each head's own is searched
+    finds_rate: bool  # whether each head's own learning rate is searched
+    device: torch.device  # of all runs
+    record: dict[str, Any]  # content of config.json apart from head and seed
 
     def folder(self, spec: HeadSpec, seed: int) -> Path:
-        """Of one run."""
+        """The folder of a run."""
         return self.out / "runs" / f"{spec.slug}-s{seed}"
 
     def finished(self, spec: HeadSpec, seed: int) -> dict[str, Any] | None:
-        """The result of a run that is not to be repeated; None for others."""
+        """The result of a run that is not repeated on resume; None for other runs."""
         path = self.folder(spec, seed) / "result.json"
         result = records.read_json(path) if path.is_file() else {}
         return result if result.get("status") in FINAL else None
 
 
 def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Module, str]:
-    """Backbone and head with fresh weights, and how the biases of the head start."""
+    """Backbone and head with new weights, and how the head's biases are initialised."""
     # The backbone first: its weights depend on the seed only, and are the same for every head.
     torch.manual_seed(seed)
     body = bench.make_body()
@@ -128,7 +128,7 @@ def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Modu
 
 
 def _start_bias(bench: Bench, head: Any) -> str:
-    """Start at the class frequencies, for all heads: otherwise some would lead in short runs."""
+    """Initialise biases by class frequencies, without which a head would lag in short runs."""
     if bench.model.task == "pairs":
         return ""
     several = {"n_rows": bench.n_rows} if bench.model.task == "multilabel" else {}
@@ -158,13 +158,13 @@ def step_ms(bench: Bench, spec: HeadSpec) -> float:
 
 
 def known_rate(bench: Bench, spec: HeadSpec) -> dict[str, Any] | None:
-    """The learning rate that was found before, or given; None where it is to be searched."""
+    """The learning rate of a head, found before or given; None if it has to be searched."""
     found = records.read_rates(bench.out).get(spec.slug)
     return found if found or bench.finds_rate else {"lr": bench.lr, "tried": []}
 
 
 def keep_rate(bench: Bench, spec: HeadSpec, made: dict[str, Any]) -> dict[str, Any]:
-    """Adds it to the file; only one process may do so at a time."""
+    """Add a learning rate to the file; only one process may do so at a time."""
     records.write_json(
         bench.out / records.RATES_FILE, {**records.read_rates(bench.out), spec.slug: made}
     )
@@ -172,14 +172,14 @@ def keep_rate(bench: Bench, spec: HeadSpec, made: dict[str, Any]) -> dict[str, A
 
 
 def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dict[str, Any]:
-    """Each rate trains the same model for a short run; the best on validation data is taken.
+    """Find the learning rate that is best on validation data, in short runs of the same model.
 
-    Where the run sees rows more than once, the next lower one is taken if it is about as good: a
-    long run overfits less with it.
+    In runs of more than one epoch the next lower rate is taken if it is about as good, since long
+    runs overfit less with it.
     """
     least, most = _RATE_STEPS
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
-    # The best rate falls with the square root of the steps: short runs need a higher one.
+    # The best rate falls with the square root of the steps, so short runs need a higher one.
     higher = math.sqrt(bench.steps / steps)
     scores: dict[int, float] = {}
     ahead = [0, -1, 1]
@@ -198,7 +198,7 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
 
 
 def _rate(bench: Bench, place: int) -> float:
-    """The usual learning rate times the factor to the power of ``place``."""
+    """The default learning rate times the factor to the power of ``place``."""
     return float(f"{bench.lr * _RATE_FACTOR**place:.2g}")
 
 
@@ -218,7 +218,7 @@ def _short_run(
                 stepper.step(bench.feed.batch(0, step))
             score = bench.judge.score(bench.judge.on_the_way(body, head))
         except (ValueError, OverflowError):
-            # The logarithm of what has become NaN or infinite.
+            # From the logarithm of a NaN or infinite loss.
             return math.inf
     return score if math.isfinite(score) else math.inf
 
@@ -226,7 +226,7 @@ def _short_run(
 def perform(
     bench: Bench, spec: HeadSpec, seed: int, tell: Tell, stopped: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Make a run or resume it. Its result is written whatever happens, errors included."""
+    """Make or resume a run, and write its result, also after an error."""
     folder = bench.folder(spec, seed)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
@@ -240,7 +240,7 @@ def perform(
         except RunFailedError as failed:
             status, reason = failed.status, str(failed)
         except InterruptedRunError:
-            status, reason = "interrupted", "stopped by Ctrl-C; resume it to go on from here"
+            status, reason = "interrupted", "stopped by Ctrl-C; resume the comparison to continue"
         except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
             reason = first_line(error)
             status = "out of memory"
@@ -262,7 +262,7 @@ def written(
     reason: str | None,
     found: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the result of a run into its folder; values that are not known are None."""
+    """Write the result of a run into its folder; unknown values are None."""
     result = {
         "head": spec.text, "label": spec.label, "slug": spec.slug, "family": spec.family,
         "seed": seed, "status": status, "reason": reason, **dict.fromkeys(_COSTS), "test": None,
@@ -282,7 +282,7 @@ def _train(
     tell: Tell,
     stopped: Callable[[], bool],
 ) -> None:
-    """Train, test and save; ``found`` receives what is known even if it fails."""
+    """Train, test and save a run; values known so far are in ``found`` even if it fails."""
     known = known_rate(bench, spec)
     rate = (known or keep_rate(bench, spec, search_rate(bench, spec, stopped)))["lr"]
     body, head, bias = started(bench, spec, seed)
@@ -330,7 +330,7 @@ def _costs(training: Training, memory: PeakMemory, steps_per_epoch: int) -> dict
 
 
 def _keep(folder: Path, body: nn.Module, head: nn.Module) -> None:
-    """The trained model, for ``generate`` and ``export``."""
+    """Save the trained model, for ``generate`` and ``export``."""
     save_tensors(folder / "model.safetensors", body.state_dict())
     with records.replacing(folder / "head") as new:
         for old in (new, folder / "head"):

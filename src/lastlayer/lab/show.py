@@ -19,16 +19,16 @@ from lastlayer.lab.results import Results, read_results, summarise
 from lastlayer.lab.verdict import verdict
 
 _LONGEST_NAME = 30
-# Between two columns, and on both sides of all.
+# Width of the space between two columns.
 _GAP = 3
-# Other names of the same head, and of the format.
+# Settings that repeat the spec of the head, and the schema, are not shown.
 _REPEATED = ("label", "slug", "family", "schema")
 _GROUPS = ("data", "model", "budget", "settings", "device", "versions")
 _MISSING = "–"
-# Width of output to a file, for which rich would take 80 columns.
+# Width of output to a file, for which rich would use 80 columns.
 _FILE_WIDTH = 140
 
-# The name of a folder, and all that its comparison or run was made with.
+# The name of a folder, and all settings of its comparison or run.
 Settings = tuple[str, Mapping[str, Any]]
 
 
@@ -37,7 +37,7 @@ def show(
 ) -> None:
     """Print the settings of comparisons or runs side by side, then results with intervals.
 
-    Runs of one comparison are summarised together, as if it had no others.
+    Given runs of one comparison are summarised together, without its other runs.
     """
     console = console or Console()
     settings, found = _load([Path(path) for path in paths])
@@ -52,7 +52,7 @@ def show(
 
 
 def print_summary(out: Path, console: Console) -> None:
-    """What a comparison found: the table of all heads, the verdict, and why runs have failed."""
+    """Print the results of a comparison: the table of all heads, the verdict, and failures."""
     results = read_results(out)
     if not console.is_terminal:
         console = Console(file=console.file, width=_FILE_WIDTH)
@@ -64,7 +64,7 @@ def print_summary(out: Path, console: Console) -> None:
 
 
 def failures(results: Results) -> list[str]:
-    """Each failed run with its reason; seeds that failed alike together."""
+    """Failed runs with their reasons; seeds of a head with the same reason are grouped."""
     alike: dict[tuple[str, str], list[str]] = {}
     for run in results.comparison.runs:
         if run.failed:
@@ -77,7 +77,7 @@ def failures(results: Results) -> list[str]:
 
 
 def settings_table(shown: Sequence[Settings]) -> Table:
-    """A row per setting and a column per folder; what differs stands out."""
+    """A table with a row per setting and a column per folder; differences are marked."""
     table = _table("Settings")
     table.add_column("setting", no_wrap=True)
     for name, _ in shown:
@@ -86,14 +86,14 @@ def settings_table(shown: Sequence[Settings]) -> Table:
         values = [plain(own[key]) if key in own else _MISSING for _, own in shown]
         differs = len(set(values)) > 1
         style = "bold yellow" if differs else ("dim" if len(shown) > 1 else "")
-        # A sign besides the colour, for colour-blind readers and for files.
+        # A sign in addition to the colour, for colour-blind readers and for files.
         mark = "≠ " if differs else "  " if len(shown) > 1 else ""
         table.add_row(Text(mark + named(key), style=style), *(Text(v, style=style) for v in values))
     return table
 
 
 def results_table(results: Results, width: int = 80) -> Table:
-    """A row per head, best first, with the interval of each mean; as many columns as have room."""
+    """A table with a row per head, best first, with intervals, and as many columns as fit."""
     table = _table(f"Results · {results.comparison.folder}")
     table.caption = tables.note(results, "below them")
     names = [summary.title for summary in results.summaries]
@@ -122,11 +122,11 @@ def results_table(results: Results, width: int = 80) -> Table:
 
 
 def _load(paths: Sequence[Path]) -> tuple[list[Settings], list[Results]]:
-    """The settings of each folder; and results, those of runs of one comparison together."""
+    """The settings of each folder, and the results of each comparison."""
     if not paths:
         raise LabError("RUN: expected at least one folder of a run or a comparison, got none")
     settings: list[Settings] = []
-    # Names of the runs that are shown of a comparison; none for all of them.
+    # Names of the runs to show of each comparison; empty for all of them.
     chosen: dict[Path, set[str]] = {}
     for path in (each.resolve() for each in paths):
         if (path / "compare.json").is_file():
@@ -150,7 +150,7 @@ def _load(paths: Sequence[Path]) -> tuple[list[Settings], list[Results]]:
 
 
 def _only(comparison: Comparison, names: set[str]) -> Comparison:
-    """A comparison of these runs alone, or of all."""
+    """The comparison with only the named runs, or with all if there are no names."""
     runs = tuple(run for run in comparison.runs if not names or run.name in names)
     slugs = {run.head.slug for run in runs}
     heads = tuple(head for head in comparison.heads if not names or head.slug in slugs)

@@ -1,7 +1,7 @@
-"""Specs of heads: ``adaptive:cutoffs=2000,10000`` is the head's own constructor.
+"""Specs of heads, such as ``adaptive:cutoffs=2000,10000``: a name and constructor arguments.
 
-The name is one that a head registers (:func:`lastlayer.heads.registered`), or a class of yours as
-``mymodule:MyHead`` with arguments after another colon. Arguments that follow from the data are
+The name is that of a registered head (:func:`lastlayer.heads.registered`), or of a user's class as
+``mymodule:MyHead``, with arguments after another colon. Arguments that depend on the data are
 filled in.
 """
 
@@ -26,21 +26,21 @@ from lastlayer.heads.recipes import ClassData, Recipe, registered
 from lastlayer.lab.errors import SpecError
 from lastlayer.lab.models import InfoNCE
 
-# Arguments that the lab sets, the same for all heads, or takes from the data.
+# Arguments that the lab sets for all heads, or takes from the data.
 _DECIDED = frozenset(
     {
         "in_features", "n_classes", "counts", "spellings", "class_weight", "ignore_index",
         "reduction", "device", "dtype", "seed", "per_rank", "loss_options", "calibrator",
     }
 )  # fmt: skip
-# Tasks for which a head gives the probability of one class per row.
+# Tasks with one class per row.
 _ONE_CLASS = ("lm", "classification")
 _ALIASES = {"softmax": "full", "linear": "full", "cross_entropy": "full"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A recipe with the class of its head."""
+    """A recipe, the class of its head, and the tasks that it suits."""
 
     cls: type[Any]
     recipe: Recipe
@@ -52,7 +52,7 @@ class Family:
 
 
 def catalogue() -> dict[str, Family]:
-    """Every family of heads that the lab can compare, by name."""
+    """All families of heads that the lab can compare, by name."""
     return {
         name: Family(cls, recipe, _ONE_CLASS if recipe.task == "lm" else (recipe.task,))
         for name, (cls, recipe) in [*registered().items(), ("info_nce", (InfoNCE, InfoNCE.recipe))]
@@ -60,7 +60,7 @@ def catalogue() -> dict[str, Family]:
 
 
 def defaults_for(task: str) -> list[str]:
-    """Specs of a good selection: one of every family that suits the task."""
+    """The default specs: one or more of every family that suits the task."""
     families = [each for each in catalogue().values() if task in each.tasks]
     if task == "classification":
         # Class names of rows are not words: their spelling carries no information.
@@ -72,11 +72,11 @@ def defaults_for(task: str) -> list[str]:
 class HeadSpec:
     """A head that can be built for any data."""
 
-    text: str  # as it was written
+    text: str  # the spec itself
     family: str  # the name in the catalogue, or mymodule:MyHead
-    label: str  # what tables call it
-    slug: str  # its name in folders
-    arguments: dict[str, Any]  # those that were given, as JSON can hold them
+    label: str  # display name in the terminal
+    slug: str  # name in folders
+    arguments: dict[str, Any]  # given arguments, as JSON values
     made_by: Family = field(repr=False, compare=False)
 
     def build(self, needs: ClassData) -> Module:
@@ -95,7 +95,7 @@ class HeadSpec:
 
 
 def parse_spec(text: str, *, task: str | None = "lm") -> HeadSpec:
-    """A spec from its text, for any task where it is None; mistakes name what is valid."""
+    """Parse a spec for a task, or for any task if None; errors say what is valid."""
     name, _, rest = text.strip().partition(":")
     families = catalogue()
     try:
@@ -121,20 +121,20 @@ def parse_spec(text: str, *, task: str | None = "lm") -> HeadSpec:
 
 
 def _known(name: str, families: dict[str, Family]) -> Family | None:
-    """The family by its name, an alias, or the name of its class."""
+    """The family with this name, alias or class name, if any."""
     plain = name.lower().replace("-", "_")
     found = families.get(_ALIASES.get(plain, plain))
     return found or next((each for each in families.values() if each.cls.__name__ == name), None)
 
 
 def parse_specs(texts: list[str], *, task: str | None = "lm") -> list[HeadSpec]:
-    """Parse several specs, which must differ; without any, take the default selection."""
+    """Parse several specs, which must differ; without any, take the default ones."""
     specs: list[HeadSpec] = []
     for spec in (parse_spec(each, task=task) for each in texts or defaults_for(task or "lm")):
         for other in specs:
             if (other.family, other.arguments) == (spec.family, spec.arguments):
                 raise SpecError(
-                    f"--head {spec.text}: expected heads that differ, got it beside {other.text}"
+                    f"--head {spec.text}: expected different heads, got the same as {other.text}"
                 )
         taken = sum(other.slug.startswith(spec.slug) for other in specs)
         clash = any(other.slug == spec.slug for other in specs)
@@ -147,25 +147,27 @@ def _arguments(family: Family, rest: str) -> dict[str, Any]:
     valid = _valid(family)
     words = (f"{name}={kind}" for name, kind in arguments_of(family).items())
     listed = f"{family.name} takes {', '.join(words) or 'no arguments'}"
-    made: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for piece in re.split(r",(?=[^,]*=)", rest) if rest else []:
         name, equals, value = (part.strip() for part in piece.partition("="))
         if not equals:
             what = f"expected name=value after '{family.name}:', got {piece!r}"
         elif name in _DECIDED and name not in valid:
-            what = f"{name} is what the data and the options make it; leave it out"
+            what = f"{name} is set from the data and the options; leave it out"
         elif name not in valid:
             what = f"no argument {name!r}{_nearest(name, valid)}"
-        elif name in made:
+        elif name in arguments:
             raise SpecError(f"expected {name} once, got it twice")
         else:
             try:
-                made[name] = parse_value(",".join(map(str.strip, value.split(","))), valid[name])
+                arguments[name] = parse_value(
+                    ",".join(map(str.strip, value.split(","))), valid[name]
+                )
             except ValueError as error:
                 raise SpecError(f"{name}: {error}") from error
             continue
         raise SpecError(f"{what}; {listed}")
-    return made
+    return arguments
 
 
 def _valid(family: Family) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def _valid(family: Family) -> dict[str, Any]:
 
 
 def arguments_of(family: Family) -> dict[str, str]:
-    """The arguments that a spec may have, with their types in words."""
+    """The arguments that a spec may have, with the names of their types."""
     return {name: type_words(kind) for name, kind in _valid(family).items()}
 
 
@@ -197,7 +199,7 @@ def _no_head(name: str) -> str:
 
 
 def _of_user(module: str, name: str, arguments: str) -> tuple[Family, str]:
-    """A class of the user's, from a module on the path or in this folder."""
+    """The family of a user's class, from a module on the path or in the current folder."""
     if not all(part.isidentifier() for part in module.split(".")):
         raise SpecError(_no_head(module))
     try:
@@ -207,23 +209,23 @@ def _of_user(module: str, name: str, arguments: str) -> tuple[Family, str]:
         raise SpecError(f"cannot import {module}: {where}: {error.msg}") from error
     except ImportError as error:
         raise SpecError(f"cannot import {module}: {error}; {_no_head(module)}") from error
-    made = getattr(imported, name, None)
-    if made is None:
+    cls = getattr(imported, name, None)
+    if cls is None:
         heads = [n for n, each in vars(imported).items() if _is_head(each)]
-        told = f"no class in {module} {name!r}{_nearest(name, heads)}"
-        raise SpecError(f"{told}; its heads are {', '.join(heads) or 'none'}")
-    if not _is_head(made):
+        what = f"no class in {module} {name!r}{_nearest(name, heads)}"
+        raise SpecError(f"{what}; its heads are {', '.join(heads) or 'none'}")
+    if not _is_head(cls):
         what = "expected a class that derives from lastlayer.heads.Head"
-        raise SpecError(f"{what}, got {made!r}")
-    return Family(made, Recipe(f"{module}:{name}"), (*_ONE_CLASS, "multilabel")), arguments
+        raise SpecError(f"{what}, got {cls!r}")
+    return Family(cls, Recipe(f"{module}:{name}"), (*_ONE_CLASS, "multilabel")), arguments
 
 
-def _is_head(made: Any) -> bool:
-    return isinstance(made, type) and issubclass(made, Head) and not inspect.isabstract(made)
+def _is_head(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Head) and not inspect.isabstract(value)
 
 
 def import_from_here(module: str) -> ModuleType:
-    """The module; an ImportError where there is none."""
+    """Import a module from the path or the current folder."""
     here = os.fspath(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -242,7 +244,7 @@ class Pairs:
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """The value that ``text`` writes, or a ValueError that says what was expected."""
+    """Parse ``text`` as a type; raises a ValueError that says what was expected."""
     for each in _kinds(kind):
         with suppress(ValueError):
             return _as(text, each)
@@ -250,16 +252,16 @@ def parse_value(text: str, kind: Any) -> Any:
 
 
 def type_words(kind: Any) -> str:
-    """A type in words, for help and error messages."""
+    """The name of a type, for help and error messages."""
     return "|".join(dict.fromkeys(_word(each) for each in _kinds(kind)))
 
 
 def _kinds(kind: Any) -> list[Any]:
-    """The types of a union that a spec can spell, the narrowest first; tensors are left out."""
+    """The types of a union that a spec can contain, the narrowest first; tensors are left out."""
     order = [type(None), bool, int, float]
-    found = [each for each in _parts(kind) if each in (*order, str, Pairs) or _is_written(each)]
-    found = found or [bool, int, float, str]
-    return sorted(found, key=lambda each: order.index(each) if each in order else len(order))
+    kinds = [each for each in _parts(kind) if each in (*order, str, Pairs) or _is_written(each)]
+    kinds = kinds or [bool, int, float, str]
+    return sorted(kinds, key=lambda each: order.index(each) if each in order else len(order))
 
 
 def _is_written(kind: Any) -> bool:
@@ -279,7 +281,7 @@ def _parts(kind: Any) -> list[Any]:
 
 
 def _as(text: str, kind: Any) -> Any:
-    """The value, or a ValueError."""
+    """Parse ``text`` as one of the types of :func:`_kinds`, or raise ValueError."""
     if get_origin(kind) is list:
         return [_as(each, get_args(kind)[0]) for each in text.split(",")] if text else []
     if kind is Pairs and re.fullmatch(r"\d+x\d+(,\d+x\d+)*", text):

@@ -1,10 +1,10 @@
-"""Means over seeds, how far they can be trusted, and which heads they tell apart.
+"""Means over seeds, their confidence intervals, and significance tests between heads.
 
-A mean over n seeds comes with its 95% t-interval; one seed gives no interval. What is positive and
-multiplies, such as a perplexity, is averaged as its logarithm: the mean is geometric, and the
-interval is not symmetric about it. Heads are compared seed by seed, since runs of one seed see the
-same batches in the same order: a paired t-test whose variance is pooled over all pairs of heads,
-with Holm's correction for how many pairs there are.
+A mean over n seeds has a 95% t-interval; with one seed there is none. Perplexities and costs are
+averaged as logarithms, which gives the geometric mean and an asymmetric interval. Heads are
+compared seed by seed, since runs with the same seed see the same batches in the same order: a
+paired t-test with the variance pooled over all pairs of heads, and Holm's correction for the number
+of pairs.
 """
 
 import math
@@ -20,16 +20,16 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and its 95% interval."""
+    """A mean over seeds and its 95% confidence interval."""
 
     mean: float
-    n: int  # seeds that it was made from
-    low: float | None = None  # none with one seed, which says nothing of how seeds differ
+    n: int  # number of seeds
+    low: float | None = None  # None with one seed
     high: float | None = None
 
 
 def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
-    """Mean and interval over the finite values, of their logarithms with ``log``; None if none is.
+    """Mean and interval of the finite values, with ``log`` of their logarithms; None without any.
 
     Example:
         >>> round(estimate([4.0, 9.0], log=True).mean, 9)
@@ -52,12 +52,12 @@ def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
 
 
 def p_values(heads: Sequence[Mapping[int, float]], *, log: bool) -> dict[tuple[int, int], float]:
-    """Of paired t-tests by seed that two heads are the same, for each pair of heads.
+    """P-values of paired t-tests over seeds for equality, for each pair of heads.
 
-    The variance of the differences of a pair is estimated from few seeds. That of all pairs
-    together is known better, and is taken unless the pair's own is larger; it has
+    ``heads`` are values by seed. With few seeds, the variance of the differences of one pair is
+    uncertain, so the variance pooled over all pairs is used unless the pair's own is larger; it has
     (heads - 1) · (seeds - 1) degrees of freedom. For two heads it is the usual paired t-test.
-    Heads are given as their values by seed; two that share fewer than two seeds have p = 1.
+    Pairs with fewer than two common seeds have p = 1.
     """
     gaps = {}
     for i, j in combinations(range(len(heads)), 2):
@@ -94,5 +94,5 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def exp(value: float) -> float:
-    """The exponential; infinite beyond what a float holds."""
+    """The exponential, or infinity instead of an overflow."""
     return math.exp(value) if value < 709.0 else math.inf

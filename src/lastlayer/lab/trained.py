@@ -37,8 +37,8 @@ class Trained:
         body: the backbone, from inputs to hidden states.
         head: its output layer.
         vocabulary: the tokens, or the labels.
-        config: what it was trained with.
-        tokenizer: what its text was cut with, where that were no words.
+        config: the settings of its run.
+        tokenizer: the tokenizer of its text; None for words.
     """
 
     body: nn.Module
@@ -49,7 +49,7 @@ class Trained:
 
 
 def run_folder(path: Path) -> Path:
-    """The folder of a run; a comparison with a single finished run stands for it."""
+    """The folder of a run, which is ``path`` or the only finished run of a comparison."""
     if (path / MODEL).is_file():
         return path
     runs = sorted((path / "runs").glob(f"*/{MODEL}"))
@@ -57,9 +57,7 @@ def run_folder(path: Path) -> Path:
         return runs[0].parent
     if runs:
         names = ", ".join(str(each.parent.relative_to(path)) for each in runs)
-        raise LabError(
-            f"path: expected one run, got the {len(runs)} of '{path}'; name one: {names}"
-        )
+        raise LabError(f"path: expected one run, got {len(runs)} in '{path}'; give one: {names}")
     raise LabError(
         f"path: expected the folder of a finished run, with a {MODEL}, got '{path}'; a comparison "
         "writes them into runs/ of its folder"
@@ -67,7 +65,7 @@ def run_folder(path: Path) -> Path:
 
 
 def vocabulary_path(folder: Path) -> Path:
-    """vocabulary.json beside an exported run, or in the folder of its comparison."""
+    """The vocabulary.json of a run: in its folder if exported, else in that of its comparison."""
     beside = folder / VOCABULARY
     return beside if beside.is_file() else folder.parent.parent / VOCABULARY
 
@@ -78,12 +76,12 @@ def load_trained(
     *,
     backbone: Callable[[], nn.Module] | None = None,
 ) -> Trained:
-    """What ``lastlayer compare`` trained or ``lastlayer export`` wrote. Nothing is unpickled.
+    """Load a run of ``lastlayer compare``, or one that was exported. Nothing is unpickled.
 
     Args:
         path: the folder of a run.
-        device: where the model goes.
-        backbone: what :func:`lastlayer.lab.compare` was given, for runs that it made.
+        device: the device of the model.
+        backbone: the function that was passed to :func:`lastlayer.lab.compare`, for its runs.
     """
     folder = run_folder(Path(path))
     config = read_json(folder / CONFIG)
@@ -95,8 +93,8 @@ def load_trained(
     own = settings.kind == OWN
     if own and backbone is None:
         raise LabError(
-            "backbone: expected the function that lastlayer.lab.compare was given, got None; "
-            f"'{folder}' holds its weights alone"
+            "backbone: expected the function that was passed to lastlayer.lab.compare, got None; "
+            f"'{folder}' holds only the weights"
         )
     body = backbone() if own and backbone is not None else build_body(settings)
     try:
@@ -116,12 +114,12 @@ def load_trained(
 
 def _damaged(path: Path, error: Exception) -> LabError:
     return LabError(
-        f"path: expected what a comparison wrote, got '{path}' damaged: {first_line(error)}"
+        f"path: expected a file of a comparison, got a damaged '{path}': {first_line(error)}"
     )
 
 
 def _import_users_class(family: str) -> None:
-    """Import the module of a user's head, which loading it requires."""
+    """Import the module of a user's head, which is required to load it."""
     module, colon, _ = family.partition(":")
     if not colon:
         return
@@ -129,28 +127,28 @@ def _import_users_class(family: str) -> None:
         import_from_here(module)
     except ImportError as error:
         raise LabError(
-            f"path: expected the module {module} of its head to be importable, got {error}; start "
-            "Python in the folder that has it"
+            f"path: expected an importable module {module} for its head, got {error}; start Python "
+            "in the folder of the module"
         ) from error
 
 
 @dataclass(frozen=True)
 class Step:
-    """One token."""
+    """A generated token."""
 
-    token: str  # what was taken
+    token: str
     p: float  # its probability
     top: list[tuple[str, float]]  # the most probable tokens and their probabilities
 
 
 def prompt_tokens(trained: Trained, prompt: str) -> list[str]:
-    """A prompt in tokens, as the data that the run was trained on was cut."""
+    """Tokenize a prompt in the same way as the training data of the run."""
     described = (trained.config.get("data") or {}).get("description") or {}
     return cut(prompt, str(described.get("format", "text")), trained.tokenizer)
 
 
 def unknown_words(trained: Trained, prompt: Sequence[str]) -> list[str]:
-    """The tokens of a prompt that the run does not know, each once."""
+    """The tokens of a prompt that are not in the vocabulary, each once."""
     known = trained.vocabulary.ids
     return list(dict.fromkeys(word for word in prompt if word not in known))
 
@@ -159,7 +157,7 @@ def unknown_words(trained: Trained, prompt: Sequence[str]) -> list[str]:
 def generate(
     trained: Trained, prompt: Sequence[str], *, tokens: int, top: int, temperature: float, seed: int
 ) -> Iterator[Step]:
-    """One token after the other, drawn from the head's own probabilities.
+    """Sample one token after the other from the probabilities of the head.
 
     Without a prompt the text begins on a new line. Temperature 0 takes the most probable token.
     """
@@ -192,7 +190,7 @@ def generate(
 
 
 def table_of(steps: list[Step], top: int) -> Table:
-    """A row per token: its probability, and the most probable tokens there."""
+    """A table with one row per token: its probability, and the most probable tokens."""
     table = Table("token", "p", *(f"{i + 1}" for i in range(top)))
     for step in steps:
         best = [Text(f"{token} {p:.2f}") for token, p in step.top[:top]]
@@ -201,7 +199,7 @@ def table_of(steps: list[Step], top: int) -> Table:
 
 
 def as_text(tokens: list[str], tokenizer: Tokenizer | None = None) -> str:
-    """Tokens with spaces between them, or as a tokenizer joins them; a line ends at its token."""
+    """Join tokens with spaces or by their tokenizer; tokens for line ends become line ends."""
     ended = ["\n" if token in LINE_ENDS else token for token in tokens]
     if tokenizer is not None:
         return tokenizer.joined(ended)
@@ -212,7 +210,7 @@ _FEATURES, _RESULT = "features.json", "result.json"
 
 
 def export(path: Path, to: Path) -> list[Path]:
-    """Copy a finished run into a new folder, for ``load_trained``; returns the files."""
+    """Copy a finished run into a new folder for :func:`load_trained`; returns its files."""
     folder = run_folder(path)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise LabError(f"to: expected a folder that is new or empty, got '{to}'")

@@ -30,7 +30,7 @@ _STATE, _BEST = "state.json", "best.safetensors"
 WARM_UP = 3
 # A loss this many times the first one counts as divergence.
 _DIVERGED = 5.0
-# Checkpoints take at most this share of the time, and are at least this far apart.
+# Checkpoints take at most this share of the time, and are at least so many seconds apart.
 _CHECKPOINT_SHARE, _CHECKPOINT_SECONDS = 0.03, 10.0
 _KEPT_TIMES = 10_000
 # On a GPU, steps are timed in blocks of about this length.
@@ -38,11 +38,11 @@ _BLOCK_SECONDS = 0.02
 
 
 class Stepper:
-    """Trains a body and a head together.
+    """Makes training steps of a backbone and a head.
 
-    Parameters with row-sparse gradients are stepped by :class:`lastlayer.optim.RowAdam`, which
-    touches the rows that have one; all others by torch's fused Adam with the same settings.
-    All gradients together are clipped to the norm ``clip``.
+    Parameters with row-sparse gradients are optimised by :class:`lastlayer.optim.RowAdam`, which
+    updates only rows with a gradient; all others by torch's fused Adam with the same settings.
+    The norm of all gradients together is clipped to ``clip``.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, lr: float, clip: float) -> None:
@@ -64,7 +64,7 @@ class Stepper:
         self._context = _context_length(head)
 
     def step(self, batch: Batch) -> Tensor:
-        """One step; returns the loss before it, without waiting for the device."""
+        """Make one step; returns the loss before it, without a sync with the device."""
         loss = self.loss(batch)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
@@ -98,14 +98,14 @@ def clip_(parameters: Iterable[nn.Parameter], most: float) -> None:
 
 
 def words_before(tokens: Tensor, n: int) -> Tensor:
-    """The n last tokens of each place, ``(batch, length, n)``, the nearest last; -1 for none."""
+    """The last ``n`` tokens at each position, ``(batch, length, n)``, the newest last; -1 pads."""
     batch, length = tokens.shape
     padded = torch.cat([tokens.new_full((batch, n - 1), -1), tokens], 1)
     return padded.unfold(1, n, 1).reshape(batch, length, n)
 
 
 def _context_of(batch: Batch, n: int) -> Tensor:
-    """The tokens before each target; -1 where the inputs are not tokens."""
+    """The tokens before each target; all -1 if the inputs are not tokens."""
     inputs, shape = batch.inputs, batch.target.shape
     tokens = isinstance(inputs, Tensor) and inputs.shape == shape and len(shape) == 2
     if tokens and not inputs.is_floating_point():
@@ -114,7 +114,7 @@ def _context_of(batch: Batch, n: int) -> Tensor:
 
 
 def _context_length(head: nn.Module) -> int:
-    """How many context tokens the loss of a head takes; 0 for most."""
+    """Number of context tokens that the loss of a head takes; 0 for most heads."""
     sampler: Any = getattr(head, "sampler", None)
     if "context" not in inspect.signature(head.forward).parameters:
         return 0
@@ -123,25 +123,25 @@ def _context_length(head: nn.Module) -> int:
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """The progress of a run, saved in its checkpoints."""
 
-    step: int = 0  # steps done; the batches of the next ones follow from it
-    seconds: float = 0.0  # of training alone
+    step: int = 0  # steps done
+    seconds: float = 0.0  # training time
     tokens: int = 0  # tokens or rows seen
-    # Of the losses since they were last told, and ``loss_count``, how many these are.
+    # Sum and number of the losses since the loss was last recorded.
     loss_sum: float = 0.0
     loss_count: int = 0
-    first_loss: float | None = None  # the first that was told, by which divergence is judged
-    lines: int = 0  # bytes of metrics.jsonl that belong to it
+    first_loss: float | None = None  # the first recorded loss, as a reference for divergence
+    lines: int = 0  # size of metrics.jsonl in bytes
     peak_memory_mb: float | None = None
-    best_score: float | None = None  # the lowest that validation gave, and ``best_step``, where
+    best_score: float | None = None  # lowest validation score, at ``best_step``
     best_step: int = 0
 
 
 def save_checkpoint(
     folder: Path, stepper: Stepper, progress: Progress, step_ms: list[float]
 ) -> None:
-    """Write the state, then remove the one before it."""
+    """Write a checkpoint, then remove the one before it."""
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = _model_state(stepper)
     for name, optimizer in stepper.optimizers.items():
@@ -162,30 +162,32 @@ def save_checkpoint(
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write safetensors atomically."""
     whole = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
     with replacing(path) as new:
         save_file(whole, str(new))
 
 
 def load_checkpoint(folder: Path, stepper: Stepper) -> tuple[Progress, list[float]] | None:
-    """Restore the state; None if there is no checkpoint."""
+    """Restore a checkpoint; returns progress and step times, or None if there is none."""
     if not (folder / _STATE).is_file():
         return None
     state = read_json(folder / _STATE)
     try:
         tensors = load_file(str(folder / state.pop("tensors")))
     except (OSError, SafetensorError):
-        # Tensors are not synced to disk: a power cut may have lost them.
+        # Tensors are not synced to disk, so a power cut may have lost them.
         return None
     _load_model(stepper, tensors)
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in stepper.optimizers}
+    optimizer_states: dict[str, dict[int, dict[str, Any]]] = {
+        name: {} for name in stepper.optimizers
+    }
     for place, value in {**tensors, **state.pop("optimizers")}.items():
         kind, *parts = place.split("/")
         if kind == "optimizer":
-            found[parts[0]].setdefault(int(parts[1]), {})[parts[2]] = value
+            optimizer_states[parts[0]].setdefault(int(parts[1]), {})[parts[2]] = value
     for name, optimizer in stepper.optimizers.items():
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": found[name]})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": optimizer_states[name]})
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng/cuda"])
@@ -208,11 +210,11 @@ def _load_model(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
 
 
 Tell = Callable[[float, Progress, float | None], None]
-"""Called with the share of the run that is done, its progress and its last loss."""
+"""Progress callback: gets the completed share of the run, its progress and its last loss."""
 
 
 class RunFailedError(Exception):
-    """A run that cannot continue: ``status`` is its state, the message the reason."""
+    """A run cannot continue: ``status`` is that of its result, the message the reason."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -224,10 +226,10 @@ class InterruptedRunError(Exception):
 
 
 def warm_up(stepper: Stepper, feed: Feed, seed: int) -> None:
-    """A few steps on a copy, so that compiling and allocating are not timed."""
+    """Make a few steps on a copy, so that compiling and allocating are not timed."""
     parts = copy.deepcopy((stepper.body, stepper.head))
     for module in parts[0].modules():
-        # Copies do not have their weights in one piece, which cuDNN wants.
+        # cuDNN wants the weights in one buffer, which copying undoes.
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     rehearsal = Stepper(*parts, lr=0.0, clip=1.0)
@@ -236,9 +238,9 @@ def warm_up(stepper: Stepper, feed: Feed, seed: int) -> None:
 
 
 class Training:
-    """One run, from its beginning or from the checkpoint in its folder.
+    """One run, from the beginning or from the checkpoint in its folder.
 
-    The model that the judge finds best on validation data is kept.
+    The model with the best score on validation data is kept.
     """
 
     def __init__(
@@ -270,11 +272,11 @@ class Training:
 
     @property
     def step_ms(self) -> list[float]:
-        """Milliseconds of the last steps."""
+        """Times of the latest steps in milliseconds."""
         return list(self._times)
 
     def run(self) -> None:
-        """Trains to the end, or raises RunFailedError or InterruptedRunError."""
+        """Train to the end, or raise RunFailedError or InterruptedRunError."""
         if self.progress.step == 0:
             self._validate()
         block = 1
@@ -285,7 +287,7 @@ class Training:
             while self.progress.step < self._schedule.total:
                 ahead = self._schedule.steps_to_next(self.progress.step)
                 block = self._train(min(block, ahead), block)
-                self._told()
+                self._between_blocks()
         finally:
             self._memory.stop()
             self._lines.close()
@@ -293,7 +295,7 @@ class Training:
             self._save()
 
     def _train(self, steps: int, block: int) -> int:
-        """Train some steps and time them; returns how many to make next."""
+        """Make and time a block of steps; returns the size of the next block."""
         now = self.progress
         losses: list[Tensor] = []
         start = time.perf_counter()
@@ -312,11 +314,11 @@ class Training:
         quick = self._on_gpu and elapsed < _BLOCK_SECONDS and steps == block
         return 2 * block if quick else block
 
-    def _told(self) -> None:
-        """Everything between two blocks of steps, which is not timed."""
+    def _between_blocks(self) -> None:
+        """Record, validate and checkpoint between two blocks of steps, which is not timed."""
         schedule, now = self._schedule, self.progress
         if now.step in schedule.told:
-            self._tell_loss()
+            self._record_loss()
         if now.step in schedule.judged:
             self._memory.stop()
             self._validate()
@@ -330,12 +332,12 @@ class Training:
         if stopped:
             raise InterruptedRunError
 
-    def _tell_loss(self) -> None:
+    def _record_loss(self) -> None:
         now = self.progress
         loss = now.loss_sum / max(1, now.loss_count)
         now.loss_sum, now.loss_count = 0.0, 0
         self._last_loss = loss
-        self._line("train", loss=loss)
+        self._append_line("train", loss=loss)
         if not math.isfinite(loss):
             raise RunFailedError("nan", f"the training loss was {loss} by step {now.step:,}")
         if now.first_loss is None:
@@ -349,9 +351,9 @@ class Training:
 
     def _validate(self) -> None:
         now, body, head = self.progress, self._stepper.body, self._stepper.head
-        found = self._judge.on_the_way(body, head)
-        self._line("valid", **found)
-        score = self._judge.score(found)
+        metrics = self._judge.on_the_way(body, head)
+        self._append_line("valid", **metrics)
+        score = self._judge.score(metrics)
         if now.best_score is None or score < now.best_score:
             now.best_score, now.best_step = score, now.step
             save_tensors(self._best, _model_state(self._stepper))
@@ -364,7 +366,7 @@ class Training:
             _load_model(self._stepper, load_file(str(self._best)))
         self._best.unlink(missing_ok=True)
 
-    def _line(self, kind: str, **values: Any) -> None:
+    def _append_line(self, kind: str, **values: Any) -> None:
         now = self.progress
         place = {"step": now.step, "seconds": round(now.seconds, 6), "tokens": now.tokens}
         self._lines.append({"kind": kind, **place, **values})

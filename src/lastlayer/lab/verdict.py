@@ -1,8 +1,8 @@
-"""The verdict of a comparison, and how far it can be trusted.
+"""The verdict of a comparison, and its limitations.
 
 Three findings: the best quality at equal steps, the best at equal time, and the recommendation,
-which is the cheapest head whose quality is within the tolerance of the best. Where the curves of
-the leaders still fall fast, or would cross soon, the verdict is that it is too early to tell.
+which is the cheapest head whose quality is within the tolerance of the best. If the learning curves
+of the leaders still improve fast, or would cross soon, the verdict is that it is too early to tell.
 """
 
 import math
@@ -17,14 +17,14 @@ from lastlayer.lab.records import OPEN, STARTED
 from lastlayer.lab.results import HeadSummary, Results
 from lastlayer.lab.statistics import Estimate
 
-# A gain over the last quarter of the steps that is so many tolerances is fast.
+# A gain over the last quarter of the steps counts as fast above this many tolerances.
 _FAST = 3.0
-# Curves count as crossing if they would within so many times the steps.
+# Curves count as crossing if they would cross within this many times the steps.
 _AHEAD, _QUARTER = 4.0, 4.0 / 3.0
 _MOST_AHEAD = 20.0
-# Heads that a sentence lists by their names.
+# A sentence lists at most this many heads by name.
 _MOST_NAMED = 3
-# Steps that take up to so many times as long as others take the same time.
+# Step times up to this ratio count as equal.
 _SAME_TIME = 1.05
 
 
@@ -34,19 +34,19 @@ class Verdict:
 
     headline: str
     detail: str
-    """What the headline rests on; the two together are one or two sentences."""
+    """The reasons for the headline; both together are one or two sentences."""
     findings: tuple[str, ...]
     """Best at equal steps, best at equal time, and what the runner-up would cost or save."""
     notes: tuple[str, ...]
-    """What else to know: failures, baselines, disturbed runs, what a single seed cannot show."""
+    """Warnings: failures, heads below the baseline, disturbed runs, and notes about the data."""
     best: HeadSummary | None
     recommended: HeadSummary | None
     tied: tuple[HeadSummary, ...]
     """Heads that are not significantly different from the best one."""
     needed: int | None = None
-    """Steps that it is expected to take until heads can be told apart, where it is too early."""
+    """If it is too early, the estimated number of steps until the recommendation is clear."""
     runner_up: HeadSummary | None = None
-    """The best head beside the recommended one."""
+    """The best head other than the recommended one."""
 
     @property
     def sentence(self) -> str:
@@ -55,30 +55,30 @@ class Verdict:
 
 
 def verdict(results: Results) -> Verdict:
-    """The sentences at the top of the page."""
+    """Derive the verdict from the results."""
     ranked, metric = results.ranked, results.metric
     if not ranked:
-        return Verdict(*_nothing(results), (), (), None, None, ())
+        return Verdict(*_without_results(results), (), (), None, None, ())
     best, notes = ranked[0], tuple(_notes(results))
     quality = describe(metric, best.estimates[metric.key])
     if len(ranked) == 1:
         headline = f"{best.title} is the only head with a result"
-        rest = _fates([s for s in results.summaries if s.rank is None])
+        remark = _statuses([s for s in results.summaries if s.rank is None])
         if len(results.comparison.heads) == 1:
             headline = f"Only {in_sentence(best)} was trained"
-            rest = "there is nothing to compare it with"
-        detail = f": {metric.label} {quality} after {budget_text(results)}; {rest}."
+            remark = "there is nothing to compare it with"
+        detail = f": {metric.label} {quality} after {budget_text(results)}; {remark}."
         return Verdict(headline, detail, (), notes, best, best, ())
     apart = results.told_apart()
     tied = tuple(s for s in ranked[1:] if not apart[s.head.slug])
     chosen = recommended(results)
     needed = steps_needed(results, chosen)
     headline = f"Take {in_sentence(chosen)}"
-    beside = f"the best quality; {_certainty(best, tied)}"
+    assessment = f"the best quality; {_certainty(best, tied)}"
     if chosen is not best:
-        beside = _beside_best(results, chosen, tied)
+        assessment = _compared_with_best(results, chosen, tied)
     ours = describe(metric, chosen.estimates[metric.key])
-    detail = f": {metric.label} {ours} after {budget_text(results)}, {beside}."
+    detail = f": {metric.label} {ours} after {budget_text(results)}, {assessment}."
     if needed is not None:
         headline = f"It is too early to tell: about {needed:,} steps are needed"
         again = f"steps={needed}" if results.comparison.from_python else f"--budget {needed}steps"
@@ -86,8 +86,8 @@ def verdict(results: Results) -> Verdict:
             f". After {budget_text(results)} {_unsettled(results, chosen)}; repeat with {again}. "
             f"So far {in_sentence(best)} is ahead, with {metric.label} {quality}"
         )
-        # Two runs that disagree on whether it is too early still name the same head.
-        cheaper = f"; {in_sentence(chosen)} would be taken now, {beside}"
+        # Also name the head that would be recommended now.
+        cheaper = f"; {in_sentence(chosen)} would be taken now, {assessment}"
         detail += "." if chosen is best else f"{cheaper}."
     runner_up = next(s for s in ranked if s is not chosen)
     findings = _findings(results, chosen, runner_up, tied)
@@ -95,10 +95,10 @@ def verdict(results: Results) -> Verdict:
 
 
 def recommended(results: Results) -> HeadSummary:
-    """The cheapest head by its step whose quality is within the tolerance of the best.
+    """The head with the fastest step among those whose quality is within the tolerance of the best.
 
-    Of heads whose steps take the same time but for noise, it is the better one. A head that failed
-    with some seed, or does not beat the baseline, is not recommended.
+    Of heads with about the same step time, the best in quality is taken. A head with a failed run,
+    or one that does not beat the baseline, is not recommended.
     """
     best = results.ranked[0]
     good = [
@@ -113,10 +113,10 @@ def recommended(results: Results) -> HeadSummary:
 
 
 def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
-    """Steps until the leaders can be told apart; None where they can be now.
+    """The estimated steps until the recommendation is clear; None if it is clear now.
 
-    Leaders are the best head, the one that is recommended, and those whose curves would pass the
-    best one within four times the steps, if each goes on as over its last quarter.
+    It is not clear if the best or the recommended head still gains fast, or if the curve of another
+    head would pass the best one within four times the steps, extrapolated from the last quarter.
     """
     best, steps = results.ranked[0], results.equal_steps
     if steps is None or best.gain is None:
@@ -124,12 +124,12 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
     falling = _falling(results, chosen)
     factors = [2 * (each.gain or 0.0) / (_FAST * results.tolerance) for each in falling]
     if any(_steeper(each) for each in falling):
-        # It has hardly begun, and how far it goes cannot be read off yet.
+        # Improvement still accelerates, so it cannot be extrapolated.
         factors.append(_AHEAD)
     for other in results.ranked[1:]:
         closing = (other.gain or 0.0) - best.gain
         gap = results.loss(best, other)
-        # What stays within the tolerance would not change the recommendation.
+        # Changes within the tolerance do not change the recommendation.
         matters = gap > results.tolerance or closing > results.tolerance
         reach = closing * math.log(_AHEAD) / math.log(_QUARTER)
         if closing > 0 and matters and gap <= reach:
@@ -140,7 +140,7 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
 
 
 def _falling(results: Results, chosen: HeadSummary) -> list[HeadSummary]:
-    """The leaders that gain fast, or more than the tolerance and ever more."""
+    """The leaders that gain fast, or more than the tolerance at an increasing rate."""
     leaders = {each.head.slug: each for each in (results.ranked[0], chosen)}.values()
     return [
         each for each in leaders
@@ -150,7 +150,7 @@ def _falling(results: Results, chosen: HeadSummary) -> list[HeadSummary]:
 
 
 def _steeper(summary: HeadSummary) -> bool:
-    """Whether it gained more over the last quarter of the steps than over the one before."""
+    """Whether a head gained more over the last quarter of the steps than over the one before."""
     before = summary.gain_before
     return before is not None and (summary.gain or 0.0) > before
 
@@ -161,7 +161,7 @@ def _rounded(steps: float) -> int:
 
 
 def describe(metric: Metric, found: Estimate) -> str:
-    """Mean and interval.
+    """Mean and interval as text.
 
     Example:
         >>> describe(metrics.PERPLEXITY, Estimate(143.2, 3, 139.1, 147.4))
@@ -172,20 +172,20 @@ def describe(metric: Metric, found: Estimate) -> str:
 
 
 def interval(metric: Metric, found: Estimate) -> str:
-    """The 95% interval; nothing with one seed, or where both ends are the same when rounded."""
+    """The 95% interval as text; empty with one seed, or if both ends round to the same number."""
     first, last = map(metric.format, bounds(metric, found))
     return "" if first == last else f"{first.removesuffix('%')}–{last}"
 
 
 def bounds(metric: Metric, found: Estimate) -> tuple[float | None, float | None]:
-    """Both ends of the interval, within what the metric can be."""
+    """Both ends of the interval, clipped to the range of the metric."""
     if found.low is None or found.high is None:
         return None, None
     return max(found.low, metric.least), min(found.high, metric.most)
 
 
 def joined(names: Iterable[str]) -> str:
-    """Names as a sentence has them.
+    """Join names as in a sentence.
 
     Example:
         >>> joined(["adaptive", "full", "nce"])
@@ -196,13 +196,13 @@ def joined(names: Iterable[str]) -> str:
 
 
 def in_sentence(summary: HeadSummary) -> str:
-    """The name of a head within a sentence: small, unless it is an abbreviation or a class."""
+    """The name of a head within a sentence: lower case, unless an abbreviation or a class."""
     name = summary.title
     return name[:1].lower() + name[1:] if re.match(r"\w[a-z]+\b", name) else name
 
 
 def budget_text(results: Results) -> str:
-    """The budget as a person would say it."""
+    """The budget in words."""
     budget = results.comparison.budget
     amount = budget.get("amount")
     if not isinstance(amount, int | float):
@@ -218,7 +218,7 @@ def budget_text(results: Results) -> str:
 
 
 def times_less(ours: float, theirs: float) -> str:
-    """How much less time or memory, in words.
+    """A ratio of times or memory, in words.
 
     Example:
         >>> times_less(1.0, 8.0), times_less(3.0, 4.0), times_less(2.0, 1.0), times_less(1.0, 1.02)
@@ -237,11 +237,11 @@ def times_less(ours: float, theirs: float) -> str:
     return f"{100 * share:.0f}% of the" if share > 0.02 else f"{100 * share:.1g}% of the"
 
 
-def _beside_best(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
+def _compared_with_best(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
     best = results.ranked[0]
     worse = f"{100 * results.loss(best, chosen):.1f}% worse than"
-    beside = "not significantly different from" if chosen in tied else worse
-    return f"{beside} {in_sentence(best)}{_for_time(chosen, best)}"
+    relation = "not significantly different from" if chosen in tied else worse
+    return f"{relation} {in_sentence(best)}{_for_time(chosen, best)}"
 
 
 def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
@@ -251,11 +251,11 @@ def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
     if not tied:
         return f"all others are significantly worse ({seeds} seeds)"
     verb = "is" if len(tied) == 1 else "are"
-    return f"{_few(tied, 'others')} {verb} not significantly different ({seeds} seeds)"
+    return f"{_names_or_count(tied, 'others')} {verb} not significantly different ({seeds} seeds)"
 
 
-def _few(summaries: Sequence[HeadSummary], word: str) -> str:
-    """Their names, or how many there are."""
+def _names_or_count(summaries: Sequence[HeadSummary], word: str) -> str:
+    """The names of the heads if they are few, else their number."""
     names = [in_sentence(each) for each in summaries]
     return joined(names) if len(names) <= _MOST_NAMED else f"{len(names)} {word}"
 
@@ -276,16 +276,13 @@ def _findings(
             f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
             f"{metric.format(at.mean)}."
         )
-    return *found, _beside(results, chosen, runner_up, tied)
+    return *found, _runner_up_sentence(results, chosen, runner_up, tied)
 
 
-def _beside(
+def _runner_up_sentence(
     results: Results, chosen: HeadSummary, other: HeadSummary, tied: Sequence[HeadSummary]
 ) -> str:
-    """The runner-up, and what it would cost or save.
-
-    Where a cheaper head is recommended than the best one, the best one is the other choice.
-    """
+    """A sentence about the runner-up, which is the best head if a cheaper one is recommended."""
     metric, cost = results.metric, _for_time(other, chosen)
     best, ours = (metric.format(s.mean(metric.key)) for s in (other, chosen))
     if other is results.ranked[0] and best != ours:
@@ -298,7 +295,7 @@ def _beside(
 
 
 def _for_time(one: HeadSummary, other: HeadSummary) -> str:
-    """What a step of one costs beside a step of the other; nothing where it was not measured."""
+    """The step time of one head relative to another in words; empty if not measured."""
     ours, theirs = one.mean("step_ms"), other.mean("step_ms")
     if not ours or not theirs:
         return ""
@@ -315,11 +312,11 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
 
 def _notes(results: Results) -> list[str]:
     asked, metric = results.comparison, results.metric
-    told = asked.data.get("description")
-    found = told.get("notes", ()) if isinstance(told, Mapping) else ()
-    notes = [f"{each[:1].upper()}{each[1:]}." for each in found]
+    description = asked.data.get("description")
+    data_notes = description.get("notes", ()) if isinstance(description, Mapping) else ()
+    notes = [f"{each[:1].upper()}{each[1:]}." for each in data_notes]
     if failed := [s for s in results.summaries if s.any_failed]:
-        notes.append(f"Not every run came to a result: {_fates(failed)}.")
+        notes.append(f"Some runs failed: {_statuses(failed)}.")
     if still_open := sum(run.status in OPEN for run in asked.runs):
         notes.append(
             f"{still_open} of {len(asked.runs)} runs did not reach the end of their budget."
@@ -339,28 +336,28 @@ def _notes(results: Results) -> list[str]:
     if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
             "The machine was disturbed: steps took far longer than their median, or other "
-            f"processes ran, with {_few(disturbed, 'heads')}. Their times are not to be trusted; "
-            "compare again in a new folder."
+            f"processes ran, with {_names_or_count(disturbed, 'heads')}. Their times are "
+            "unreliable; compare again in a new folder."
         )
     other_start = {run.head.title for run in asked.runs if run.bias not in ("", STARTED)}
     if other_start:
         notes.append(
-            f"{joined(sorted(other_start))} could not start at the class frequencies, as the "
-            "others did."
+            f"{joined(sorted(other_start))} could not initialise biases by class frequencies, as "
+            "the others did."
         )
     return notes
 
 
-def _fates(summaries: Sequence[HeadSummary]) -> str:
+def _statuses(summaries: Sequence[HeadSummary]) -> str:
     return "; ".join(f"{in_sentence(s)}: {s.status}" for s in summaries)
 
 
-def _nothing(results: Results) -> tuple[str, str]:
+def _without_results(results: Results) -> tuple[str, str]:
     runs = results.comparison.runs
     if not runs:
         return "No head was trained", "."
     kinds = Counter(run.status for run in runs)
     what = joined([f"{count} {status}" for status, count in kinds.most_common()])
     failed = any(run.failed for run in runs)
-    headline = "No head came to a result" if failed else "No head has finished yet"
+    headline = "No head has a result" if failed else "No head has finished yet"
     return headline, f": of {len(runs)} runs, {what}."

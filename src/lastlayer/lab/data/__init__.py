@@ -1,4 +1,4 @@
-"""Data for the lab: text, labelled rows and pairs from files, and corpora that are always there."""
+"""Data for the lab: text, labelled rows and pairs from files, and an embedded corpus."""
 
 from lastlayer.lab.data.files import DataError
 from lastlayer.lab.data.load import load

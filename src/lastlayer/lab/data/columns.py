@@ -1,6 +1,6 @@
-"""Chooses the columns of a table and the task, and makes data of them.
+"""Chooses the columns of a table and the task, and builds the data.
 
-Columns of text, label and features are given, or inferred from names and values where that is safe.
+Columns of text, label and features are given, or inferred from names and values if unambiguous.
 """
 
 import math
@@ -41,13 +41,13 @@ _LABELS = (
 _ENDS_AS_LABEL = ("label", "labels", "class", "category")
 _NO_FEATURES = ("id", "index", "split", "", "unnamed: 0")
 _SEPARATORS = ("|", ";", ",")
-# Number of rows that the kind of a column is inferred from.
+# Number of rows from which the kind of a column is inferred.
 _LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are used for what, and which task that makes."""
+    """The task, why it was inferred, and the columns of text, label and features."""
 
     task: str
     reason: str
@@ -65,7 +65,7 @@ class Columns:
 def choose_columns(
     table: Table, task: str | None, text: str | None, label: str | None, features: str | None
 ) -> Columns:
-    """What was asked for, and the obvious rest; ``table`` is that of the training part."""
+    """Choose columns and task: as given, or inferred from ``table``, that of the training part."""
     texts, labels, numbers = (_listed(names) for names in (text, label, features))
     for option, names in (("text", texts), ("label", labels), ("features", numbers)):
         _check_there(table, names, option)
@@ -100,7 +100,7 @@ def _check_there(table: Table, names: Sequence[str], option: str) -> None:
 
 
 def _kind(values: list[Any]) -> str:
-    """What a column holds: text, name, number, list, vector, or other."""
+    """The kind of a column: text, name, number, list, vector, empty or other."""
     known = [each for each in values if each is not None]
     if known and all(isinstance(each, list) for each in known):
         inner = [each for some in known for each in some]
@@ -133,14 +133,14 @@ def _guessed_label(table: Table, kinds: dict[str, str], task: str | None) -> lis
         return few
     if few or task is not None:
         there = f"it may be {some(few)}" if few else f"there are {some(table.columns)}"
-        what = f"no column is surely the label; {there}"
+        what = f"the column of the label is unclear; {there}"
         remedy = "give label='NAME'" + ("" if task else ", or task='lm' for its text alone")
         raise broken(what, remedy)
     return []
 
 
 def _is_class(kind: str, values: list[Any]) -> bool:
-    """Whether few values come often; a list of names is a set of labels."""
+    """Whether a column has few distinct values, each repeated, or lists of labels."""
     if kind == "list":
         return True
     known = [each for each in values if each is not None]
@@ -152,7 +152,7 @@ def _is_class(kind: str, values: list[Any]) -> bool:
 
 
 def _guessed_texts(kinds: dict[str, str], task: str | None) -> list[str]:
-    """Columns with the name of a text, else all that read as one."""
+    """Columns with a name that is usual for text, else all that look like text."""
     by_kind = [name for name, kind in kinds.items() if kind == "text"]
     if task == "pairs":
         return by_kind
@@ -164,7 +164,7 @@ def _guessed_texts(kinds: dict[str, str], task: str | None) -> list[str]:
 def _with_task(
     table: Table, task: str | None, texts: list[str], label: str | None, features: list[str]
 ) -> Columns:
-    """The task that the columns are for, or an error that says which column is missing."""
+    """The columns with their task; raises an error that says which column is missing."""
 
     def refuse(what: str, remedy: str) -> DataError:
         return broken(f"{what}; there are {some(table.columns)}", remedy)
@@ -198,7 +198,7 @@ def _with_task(
 def _inferred(
     table: Table, texts: list[str], label: str | None, separator: str | None, features: list[str]
 ) -> tuple[str, str]:
-    """Task and reason; an empty task where nothing follows from the columns."""
+    """The inferred task and the reason; empty if the columns are ambiguous."""
     if label:
         values = table.columns[label]
         if any(isinstance(each, list) and len(each) != 1 for each in values):
@@ -214,7 +214,7 @@ def _inferred(
 
 
 def _separator(values: list[Any]) -> str | None:
-    """The separator of several labels in a cell: it leaves fewer different values."""
+    """The separator of several labels in a cell; splitting by it leaves fewer distinct values."""
     known = [each for each in values if isinstance(each, str)]
     for mark in _SEPARATORS:
         joined = [each for each in known if mark in each]
@@ -229,9 +229,9 @@ def _separator(values: list[Any]) -> str | None:
 def table_data(
     tables: dict[str, Table], columns: Columns, described: dict[str, Any], reading: Reading
 ) -> TextData | LabelData | PairData:
-    """Data from tables; rows without a text, or without a class, are left out and counted."""
+    """Build data from tables; rows without a text or a class are left out and counted."""
     if "train" not in tables:
-        what = f"rows of {' and '.join(sorted(tables))}, and none for training"
+        what = f"there are rows for {' and '.join(sorted(tables))}, but none for training"
         raise broken(what, "give a file for training too")
     for table in tables.values():
         _check_there(table, columns.text, "text")
@@ -245,7 +245,7 @@ def table_data(
 
 
 def _texts(table: Table, names: Sequence[str]) -> Iterator[str]:
-    """The text of each row, of several columns with spaces between them."""
+    """The text of each row; texts of several columns are joined with spaces."""
     columns = [table.columns[name] for name in names]
     for row, cells in enumerate(zip(*columns, strict=True)):
         for name, cell in zip(names, cells, strict=True):
@@ -256,7 +256,7 @@ def _texts(table: Table, names: Sequence[str]) -> Iterator[str]:
 
 
 def _left_out(**rows: int) -> dict[str, Any]:
-    """How many rows have no text, or no label, for JSON and for people."""
+    """The number of rows without a text or a label, for the description, and notes on them."""
     notes = [
         f"{n:,} row{'s' * (n != 1)} without a {what} {'is' if n == 1 else 'are'} left out"
         for what, n in rows.items()
@@ -319,7 +319,7 @@ def _pairs(
         texts = list(zip(*(_texts(table, [column]) for column in columns.text), strict=True))
         rows[part] = [(one, other) for one, other in texts if one.strip() and other.strip()]
         empty += len(texts) - len(rows[part])
-    # Pairs belong together where they share the key, or the query where more of them do.
+    # Pairs belong to one group if they share the key, or the query if queries repeat more often.
     sides = [[pair[side] for own in rows.values() for pair in own] for side in (0, 1)]
     numbered = [np.unique(np.asarray(each), return_inverse=True)[1] for each in sides]
     groups = min(numbered, key=lambda each: int(each.max(initial=0))).astype(np.int64)
@@ -373,14 +373,14 @@ def _labels(table: Table, columns: Columns) -> list[list[str]]:
 
 
 def _numbers(table: Table, names: Sequence[str]) -> tuple[list[str], NDArray[np.float32]]:
-    """Columns of numbers, and of lists of as many numbers each, side by side, with their names."""
+    """Names and values of numeric columns, and of columns of lists with a fixed length."""
     made, named = [], list[str]()
     for name in names:
         values = table.columns[name]
         widths = {len(each) for each in values if isinstance(each, list)}
         if len(widths) > 1:
             what = f"lists of {min(widths)} to {max(widths)} numbers in the column {name!r}"
-            raise broken(what, "give as many in each row", path=table.where)
+            raise broken(what, "give the same number in each row", path=table.where)
         rows, width = [], max(widths, default=1)
         for row, each in enumerate(values):
             found = [as_number(cell) for cell in (each if isinstance(each, list) else [each])]

@@ -1,4 +1,4 @@
-"""Files: which of them hold which part, decoding, and errors that name file and line."""
+"""Files: assignment to parts, decoding, and errors that name file and line."""
 
 import codecs
 import gzip
@@ -24,7 +24,7 @@ class DataError(ValueError):
     has_place = False
 
     def at(self, place: object) -> "DataError":
-        """The same error with the file it is about, unless it names one already."""
+        """The same error with the name of its file, unless it has one already."""
         if self.has_place or not str(place).strip():
             return self
         line = "" if self.line is None else f":{self.line}"
@@ -34,7 +34,7 @@ class DataError(ValueError):
 
 
 def broken(what: str, remedy: str, *, path: object = None, line: int | None = None) -> DataError:
-    """``file:line: what is wrong; what to do``; :func:`placed` names a file that is not given."""
+    """An error ``file:line: what is wrong; remedy``; :func:`placed` adds the file if not given."""
     error = DataError(f"{what}; {remedy}")
     error.line = line
     return error if path is None else error.at(path)
@@ -73,7 +73,7 @@ def some(names: Iterable[object], most: int = 8) -> str:
 
 
 def needed(module: str, extra: str = "lab") -> Any:
-    """A module of another package, or an error that names the extra to install."""
+    """Import a module of another package, or raise an error that names the extra to install."""
     try:
         return import_module(module)
     except ImportError:
@@ -91,7 +91,7 @@ def existing(source: str) -> Path:
         if path.exists():
             return path
         if path.is_symlink():
-            raise broken(f"a link to {path.readlink()}, which does not exist", "mend it")
+            raise broken(f"a link to {path.readlink()}, which does not exist", "correct the link")
         raise broken("no such file or folder", _nearest(path))
 
 
@@ -113,12 +113,12 @@ def opened(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def plain_suffix(path: Path) -> str:
-    """The suffix in small letters, without that of gzip."""
+    """The suffix in lower case, without that of gzip."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def plain_stem(path: Path) -> str:
-    """The name in small letters, without suffixes of the format and of gzip."""
+    """The name in lower case, without the suffixes of the format and of gzip."""
     return Path(path.name.lower().removesuffix(".gz")).stem
 
 
@@ -131,9 +131,9 @@ _MARKS = {
 
 
 def text_blocks(path: Path, encoding: str = "utf-8") -> Iterator[str]:
-    """The text in blocks of whole lines; their ends are line feeds, whatever the file has.
+    """Read text in blocks of whole lines; line ends are converted to line feeds.
 
-    A line of more than a million characters comes in pieces that end with a space.
+    A line of more than a million characters is split at white space.
     """
     rest = ""
     for block in _decoded(path, encoding):
@@ -172,7 +172,7 @@ def _decoded(path: Path, encoding: str) -> Iterator[str]:
         stream.seek(0)
         for mark, own in _MARKS.items():
             if start.startswith(mark) and not name.startswith(own):
-                what = f"begins with the mark of {own.upper()}, and was read as {encoding}"
+                what = f"has the byte-order mark of {own.upper()}, but was read as {encoding}"
                 raise broken(what, f"give encoding={own!r}")
         read = 0
         text = io.TextIOWrapper(stream, name)
@@ -199,7 +199,7 @@ def _not_decoded(content: bytes, encoding: str, name: str) -> DataError:
     except UnicodeDecodeError as error:
         place = error.start
     what = f"not {encoding}: byte 0x{content[place]:02x} at offset {place:,}"
-    # Byte by byte, text in an old encoding has few control characters; other files have many.
+    # Text in another encoding has few control characters; binary files have many.
     around = content[max(0, place - 512) : place + 512]
     if sum(c < 32 and c not in b"\t\n\r\f\x1b" for c in around) > len(around) // 50:
         return broken(f"a binary file, {what}", "give text")
@@ -214,18 +214,18 @@ _WORDS = {
     "test": "test", "testing": "test", "tst": "test", "heldout": "test", "eval": "test",
 }  # fmt: skip
 TEXT = (".txt", ".text", ".tokens", ".raw", ".md", ".rst", ".tok", "")
-# Files beside the data that are not data.
+# Names of files in the folder that are not data.
 _BESIDE = ("readme", "source", "license", "licence", "copying", "changelog", "notice")
 
 
 def part_named(name: str) -> str | None:
-    """The part that a file's or a split's name speaks of: ``ptb.train.txt``, ``wiki.valid``."""
+    """The part in the name of a file or a split, such as ``ptb.train.txt``; None if unclear."""
     parts = {_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _WORDS}
     return parts.pop() if len(parts) == 1 else None
 
 
 def files_with(folder: Path, suffixes: Iterable[str], *, below: bool = False) -> list[Path]:
-    """Files of these kinds in a folder, and below it, without hidden ones and notes."""
+    """Files with these suffixes in a folder, or also below it, without hidden ones and notes."""
     kinds = {*suffixes}
     return [
         path
@@ -238,10 +238,10 @@ def files_with(folder: Path, suffixes: Iterable[str], *, below: bool = False) ->
 
 
 def by_part(files: list[Path]) -> dict[str, Path] | None:
-    """One file per part where their names say so, and None where they do not.
+    """One file per part by their names; None if no name contains a part.
 
-    A file that names no part is left out beside ones that do: MULAN has both the whole set and its
-    parts, for example.
+    If some files name a part, files that do not are left out: for example, MULAN has both the whole
+    dataset and its parts.
     """
     parts: dict[str, Path] = {}
     for path in files:
@@ -259,7 +259,7 @@ def by_part(files: list[Path]) -> dict[str, Path] | None:
 
 
 def files_by_part(path: Path, suffixes: Iterable[str]) -> dict[str, Path]:
-    """A file alone is for training; in a folder there is one, or one for each part."""
+    """The file of each part: a single file is for training, a folder has one file per part."""
     if not path.is_dir():
         return {"train": path}
     kinds = tuple(suffixes)
@@ -268,20 +268,20 @@ def files_by_part(path: Path, suffixes: Iterable[str]) -> dict[str, Path]:
         return named
     if len(files) == 1:
         return {"train": files[0]}
-    what = f"{len(files)} files of the kind {kinds[0]}, and their names do not tell parts"
+    what = f"{len(files)} files of the kind {kinds[0]}, and their names do not name parts"
     example = ", ".join(f"{part}{kinds[0]}" for part in PARTS)
     raise broken(what, f"name them {example}, or name one of them", path=path)
 
 
 def text_files(path: Path) -> tuple[dict[str, list[Path]], str]:
-    """The text files of each part, of a file or a folder, and how they were told apart."""
+    """The text files of each part, and a description of how parts were assigned."""
     if not path.is_dir():
         return {"train": [path]}, "a tenth each, from the end"
     files = files_with(path, TEXT, below=True)
     if not files:
         kinds = ", ".join(filter(None, TEXT))
         raise broken(f"no text files ({kinds}) in this folder", "name a file in it", path=path)
-    # A fixed order that does not follow the names.
+    # A fixed order that does not depend on how names sort.
     files.sort(key=lambda file: digest(file.relative_to(path).as_posix()))
     folders: dict[str, list[Path]] = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""``load`` reads data of all formats and infers its task."""
+"""``load`` reads data in all formats and infers its task."""
 
 import io
 import tokenize
@@ -33,33 +33,33 @@ def load(
     """Read data for a task, in three parts: train, valid and test.
 
     Args:
-        source: a file, a folder, ``hf:name[:config][:column]``, or None for what is always there:
+        source: a file, a folder, ``hf:name[:config][:column]``, or None for the embedded corpus:
             the source of Python's standard library.
-        task: ``"lm"`` for text of which each token is predicted, ``"classification"`` for rows of
-            one class each, ``"multilabel"`` for rows with any number of labels, ``"pairs"`` for
-            queries that have to find their key. None infers it: ``description["task_reason"]`` of
-            the result says from what.
-        vocab_size: the most words, ``<unk>`` among them. For a language model all that come often
-            enough; as features of documents, 20,000.
-        min_count: words that come less often in the training part become ``<unk>``. By default 2,
-            and 1 where the text has an ``<unk>`` of its own. All tokens of a tokenizer are kept.
-        limit: the most tokens, or rows, of the training part; valid and test have an eighth of it
-            at most.
-        encoding: of text files.
-        text: the column of a table with the text; several with commas. The obvious one is found.
-        label: the column with the classes or labels, or for ARFF an attribute or MULAN's XML file.
-        features: columns of numbers in place of text, with commas.
+        task: ``"lm"`` for language models, ``"classification"`` for rows with one class each,
+            ``"multilabel"`` for rows with any number of labels, ``"pairs"`` for queries that have
+            to find their key. None infers it; ``description["task_reason"]`` of the result says
+            how.
+        vocab_size: largest size of the vocabulary, ``<unk>`` included. By default all tokens that
+            reach ``min_count`` for a language model, and 20,000 words as features of documents.
+        min_count: words that occur less often in the training part become ``<unk>``. By default 2,
+            or 1 if the text contains ``<unk>`` already. All tokens of a tokenizer are kept.
+        limit: largest number of tokens, or rows, in the training part; valid and test have at most
+            an eighth of it each.
+        encoding: encoding of text files.
+        text: column of the text, or several with commas between them; guessed by default.
+        label: column of the classes or labels; for ARFF an attribute, or MULAN's XML file.
+        features: columns of numbers in place of text, with commas between them.
         tokenizer: a JSON file of the tokenizers package, or a folder with a tokenizer.json, in
             place of words between white space.
-        cache: whether the tokens of the embedded corpus are kept, in ``$LASTLAYER_CACHE`` or the
-            user's folder for caches.
+        cache: whether to cache the tokens of the embedded corpus, in ``$LASTLAYER_CACHE`` or the
+            user's cache folder.
 
     Returns:
         A :class:`TextData` for language models, a :class:`LabelData` for classes and labels, a
         :class:`PairData` for pairs.
 
     Raises:
-        DataError: what is wrong, where, and what to do.
+        DataError: the data cannot be used. The message says what is wrong, where, and what to do.
 
     Example:
         >>> data = load(limit=10_000, cache=False)
@@ -136,7 +136,7 @@ def _refuse(given: dict[str, Any]) -> None:
 
 
 def _is_table(path: Path, task: str | None, encoding: str, given: dict[str, Any]) -> bool:
-    """Whether text without a suffix of its own is a table: lines of tabs, or with labels."""
+    """Whether a text file is read as a table: with columns by tabs, or with ``__label__`` words."""
     columns = any(given[name] for name in ("text", "label", "features"))
     if columns or task == "lm":
         return columns
@@ -145,7 +145,7 @@ def _is_table(path: Path, task: str | None, encoding: str, given: dict[str, Any]
 
 
 def _kind(path: Path) -> str:
-    """The suffix of a file, or of files in a folder that have a format of their own."""
+    """The suffix of a file, or that of the files in a folder which are not plain text."""
     if not path.is_dir():
         return plain_suffix(path)
     kinds = {*map(plain_suffix, files_with(path, (*matrices.SUFFIXES, *tables.SUFFIXES)))}
@@ -155,13 +155,13 @@ def _kind(path: Path) -> str:
 
 
 LINE_ENDS = (END, NEWLINE)
-"""Tokens that stand for the end of a line."""
-# What tokenize says of source that is not at its end yet, as a prompt need not be.
+"""Tokens that mark the end of a line."""
+# Start of tokenize's error message for incomplete source, which is allowed in a prompt.
 _GOES_ON = "EOF in multi-line"
 
 
 def cut(text: str, format_: str, tokenizer: Tokenizer | None = None) -> list[str]:
-    r"""The tokens of a prompt, cut as data of this format was; its last line need not end.
+    r"""Tokenize a prompt in the same way as data of this format; its last line may be incomplete.
 
     Example:
         >>> cut("import os\nos.path", "python source")
@@ -181,14 +181,14 @@ def cut(text: str, format_: str, tokenizer: Tokenizer | None = None) -> list[str
         if not str(error.args[0]).startswith(_GOES_ON):
             what = f"--prompt: expected Python source, got {text!r}: {error.args[0]}"
             raise broken(what, "the run was trained on Python source") from None
-    # Tokenize ends the last line where the source does not.
+    # tokenize adds an end to the last line if the source has none.
     return made[:-1] if made[-1:] == [NEWLINE] and not text.endswith("\n") else made
 
 
 def _checked(text: str) -> Iterator[str]:
-    """Tokens of source; Python 3.11 tells what is none by its kind, later ones by an error."""
+    """Tokens of source; invalid ones raise an error also in Python 3.11, which only marks them."""
     kinds = (each.type for each in tokenize.generate_tokens(io.StringIO(text).readline))
     with suppress(tokenize.TokenError):
         if tokenize.ERRORTOKEN in kinds:
-            raise SyntaxError("it has something that is no token, such as half a string")
+            raise SyntaxError("it contains an invalid token, such as an unterminated string")
     yield from source_tokens(text)

@@ -1,4 +1,4 @@
-"""Rows of numbers: svmlight, ARFF with MULAN's names of labels, and hidden states you have."""
+"""Numeric rows: svmlight, ARFF with labels by MULAN's XML, and precomputed hidden states."""
 
 import csv
 import io
@@ -52,7 +52,7 @@ SUFFIXES = (*SVMLIGHT, *ARFF, *STATES)
 def matrix_data(
     path: Path, kind: str, reading: Reading, task: str | None, label: str | None
 ) -> LabelData | PairData:
-    """A file of one of these kinds, or a folder with one for each part."""
+    """Read a file of one of these formats, or a folder with one for each part."""
     if task == "lm" or (task == "pairs" and kind not in STATES):
         what = f"{kind[1:]} has rows with labels, not text"
         raise broken(what, "give task='classification' or task='multilabel'")
@@ -66,7 +66,7 @@ def _described(path: Path, format_: str, reading: Reading) -> dict[str, Any]:
 
 
 def _task_of(labels: Iterable[Lists], task: str | None, what: str) -> tuple[str, str]:
-    """One label in each row makes classes; what was asked for has to be there."""
+    """The task and the reason: classification if each row has one label, unless task is given."""
     one = all((np.diff(each.offsets) == 1).all() for each in labels)
     if task == "classification" and not one:
         found = f"expected one label in each row, got rows with none or several {what}"
@@ -82,10 +82,10 @@ _PAIRS = "expected labels with commas between them, then index:value pairs by ri
 
 
 def _svmlight_data(path: Path, reading: Reading, task: str | None) -> LabelData:
-    """Through scikit-learn.
+    """Read svmlight with scikit-learn.
 
-    Labels may be missing in a row. A first line of three numbers, as the sets of the extreme
-    classification repository have, is skipped. Indices count from 0 where a 0 comes, else from 1.
+    Rows may have no labels. A first line of three numbers, the header of datasets in the extreme
+    classification repository, is skipped. Indices start at 0 if a 0 occurs, else at 1.
     """
     names = FirstCome()
     files = files_by_part(path, SVMLIGHT)
@@ -125,13 +125,13 @@ def _read_svmlight(path: Path, names: FirstCome) -> tuple[SparseRows, Lists]:
     for row, own in enumerate(labels, 1):
         if part := next((each for each in own if not float(each).is_integer()), None):
             what = f"row {row}: expected classes, got numbers such as {part:g}"
-            raise broken(what, "labels of svmlight are whole numbers here")
+            raise broken(what, "write labels as whole numbers")
     lists = label_lists(([str(int(each)) for each in own] for own in labels), names)
     return SparseRows.of(found), lists
 
 
 def _bad_line(path: Path, read: Any, header: bool) -> DataError:
-    """For the first line that the reader does not take."""
+    """An error for the first line that the reader rejects."""
     for number, line in islice(lines(path, "latin-1"), int(header), None):
         try:
             read(io.BytesIO(line.encode("latin-1")), multilabel=True, zero_based=True)
@@ -143,7 +143,7 @@ def _bad_line(path: Path, read: Any, header: bool) -> DataError:
 
 _POSITIVE = {"1", "1.0", "yes", "true", "y", "t"}
 _NEGATIVE = {"0", "0.0", "no", "false", "n", "f"}
-# Attributes with more values are taken for names of rows, and left out.
+# Attributes with more values are assumed to be names of rows, and left out.
 _MOST_VALUES = 100
 _ENTRY = re.compile(
     r"""\s*(\d+)\s+('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,'"}]*[^,'"}\s])\s*(?:,|(?=}))"""
@@ -152,16 +152,16 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute of ARFF, which becomes one column or, for a list of values, one for each."""
+    """An attribute of ARFF, which becomes one column, or one per value if it is nominal."""
 
     name: str  # of the attribute
-    values: tuple[str, ...] | None  # those of a list; None for numbers
+    values: tuple[str, ...] | None  # of a nominal attribute; None for numbers
     is_date: bool = False  # dates are left out
-    is_class: bool = False  # whether yes and no are two classes, and not one column of 1 and 0
+    is_class: bool = False  # whether yes and no are two classes instead of a column of 1 and 0
 
     @cached_property
     def cells(self) -> dict[str, tuple[int, float]]:
-        """For each value of a list, the column and the number that it becomes."""
+        """Column and number for each value of a nominal attribute."""
         values = self.values or ()
         words = {value.lower() for value in values}
         if len(words) <= 2 and words <= _POSITIVE | _NEGATIVE and not self.is_class:
@@ -170,12 +170,12 @@ class _Attribute:
 
     @cached_property
     def columns(self) -> list[str]:
-        """Names of its columns."""
+        """Names of the columns."""
         one = self.values is None or all(column == 0 for column, _ in self.cells.values())
         return [self.name] if one else [f"{self.name}={value}" for value in self.values or ()]
 
     def cell(self, value: str, line: int) -> tuple[int, float]:
-        """The column and the number that a value becomes."""
+        """Column and number for a value."""
         try:
             found = self.cells[value] if self.values else (0, float(value))
         except (KeyError, ValueError):
@@ -204,7 +204,7 @@ def _is_data(text: str) -> bool:
 
 
 def _attributes(path: Path, encoding: str) -> list[_Attribute]:
-    """The header, through scipy, which takes no sparse rows and no row with an error."""
+    """Read only the header with scipy, which supports neither sparse rows nor errors in rows."""
     arff = needed("scipy.io.arff")
 
     def read(text: str) -> tuple[Any, str]:
@@ -237,7 +237,7 @@ def _unescaped(text: str) -> str:
 
 
 def _entries(text: str, attributes: int, line: int) -> dict[int, str]:
-    """The values of a row by their attribute, all of them or those in ``{0 1.5, 7 red}``."""
+    """The values of a dense row, or of a sparse one such as ``{0 1.5, 7 red}``, by attribute."""
     found: dict[int, str] = {}
     if text[0] != "{":
         quote = '"' if '"' in text and "'" not in text else "'"
@@ -262,7 +262,7 @@ def _entries(text: str, attributes: int, line: int) -> dict[int, str]:
 
 
 def _arff_data(path: Path, reading: Reading, task: str | None, label: str | None) -> LabelData:
-    """``label`` is the XML with the names of labels, or an attribute whose values are classes."""
+    """Read ARFF; ``label`` is the XML with label names, or the attribute with the classes."""
     files = files_by_part(path, ARFF)
     headers = read_each(files, lambda file: _attributes(file, reading.encoding))
     attributes, first = headers["train"], files["train"]
@@ -297,7 +297,7 @@ def _arff_data(path: Path, reading: Reading, task: str | None, label: str | None
 
 
 def _class_of(attributes: Sequence[_Attribute], label: str | None, arff: Path) -> int | None:
-    """The attribute with the classes: the one asked for, or one called so where no XML is there."""
+    """The attribute with the classes: the given one, or without an XML one with a usual name."""
     place = {each.name: c for c, each in enumerate(attributes)}
     if label is None:
         called = [c for name, c in place.items() if name.lower() in ("class", "label", "target")]
@@ -313,7 +313,7 @@ def _class_of(attributes: Sequence[_Attribute], label: str | None, arff: Path) -
 
 
 def _xml_beside(arff: Path) -> Path:
-    """Of the same name, without the word for the part; or the only one there."""
+    """The XML file with the same name, without the word for the part, or the only XML file."""
     beside = {xml.stem.lower(): xml for xml in sorted(arff.parent.glob("*.xml"))}
     words = [w for w in plain_stem(arff).split("-") if part_named(w) is None]
     for stem in (plain_stem(arff), "-".join(words), *words[:1]):
@@ -365,13 +365,13 @@ def _arff_part(
     path: Path, encoding: str, attributes: Sequence[_Attribute], labels: list[int],
     features: list[int],
 ) -> LabelPart:  # fmt: skip
-    """The columns of labels and of features; rows stay sparse where all defaults are 0."""
+    """Read the columns of labels and features; sparse rows stay sparse if all defaults are 0."""
     starts: dict[int, int] = {}
     n_labels = width = 0
     for c in (*labels, *features):
         starts[c], width = width, width + len(attributes[c].columns)
         n_labels = width if c in labels else n_labels
-    # What a sparse row leaves out is the first value: 0, unless a list says otherwise.
+    # Values that a sparse row omits are 0, or the first value of a nominal attribute.
     values = {c: attributes[c].values for c in starts}
     defaults = {c: v[0] for c, v in values.items() if v and attributes[c].cells[v[0]][1]}
     columns, numbers, offsets = list[int](), list[float](), [0]
@@ -389,7 +389,7 @@ def _arff_part(
                 numbers.append(number)
         offsets.append(len(columns))
     if not kinds:
-        raise broken("an empty file: no rows after @data", "add some")
+        raise broken("an empty file: no rows after @data", "add rows")
     if len(kinds) > 1:
         raise broken("sparse rows and dense ones in one file", "give rows of one kind")
     rows = needed("scipy.sparse").csr_array(
@@ -408,10 +408,10 @@ def _arff_part(
 
 
 def _states_data(path: Path, reading: Reading, task: str | None) -> LabelData | PairData:
-    """Hidden states that a model of yours has made: ``hidden`` with ``target``, which heads take.
+    """Read precomputed hidden states: arrays ``hidden`` and ``target``, or ``query`` and ``key``.
 
     ``target`` is ``(n,)``, or ``(n, p)`` padded with negative numbers for several labels; an
-    optional ``n_classes`` counts classes that never come too. ``query`` and ``key`` are pairs.
+    optional ``n_classes`` also counts classes that never occur. ``query`` and ``key`` are pairs.
     """
     files = files_by_part(path, STATES)
     arrays = cache(_read_arrays)
@@ -491,7 +491,7 @@ def _state_part(held: dict[str, NDArray[Any]]) -> LabelPart:
         what = f"target: expected {len(hidden):,} rows as hidden has, got {len(target):,}"
         raise broken(what, "give one for each hidden state")
     table = np.sort(target.reshape(len(target), -1).astype(np.int64), 1)
-    # Negative numbers are padding, and a label that comes twice in a row counts once.
+    # Negative numbers are padding, and a repeated label in a row counts once.
     there = (table >= 0) & (np.diff(table, prepend=-1) != 0)
     if target.ndim == 1:
         kept = there[:, 0]

@@ -1,4 +1,4 @@
-"""Rows of features with labels, and rows in pairs, in three parts; documents as bags of words."""
+"""Rows of features with labels, and pairs of rows, in three parts; documents as bags of words."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ Integers = NDArray[np.int64]
 
 
 class Lists(NamedTuple):
-    """One list of ids per row: those of row i are ``indices[offsets[i] : offsets[i + 1]]``."""
+    """One list of ids per row; that of row i is ``indices[offsets[i] : offsets[i + 1]]``."""
 
     indices: Integers
     offsets: Integers
@@ -41,7 +41,7 @@ class Lists(NamedTuple):
 
 
 class SparseRows(NamedTuple):
-    """Rows that are mostly zero, as CSR: numbers of row i at ``offsets[i] : offsets[i + 1]``."""
+    """Sparse rows in CSR format; the entries of row i are at ``offsets[i] : offsets[i + 1]``."""
 
     indices: Integers
     offsets: Integers
@@ -50,7 +50,7 @@ class SparseRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Any) -> "SparseRows":
-        """From scipy's CSR."""
+        """Convert from a CSR array of scipy."""
         rows.eliminate_zeros()
         indices, offsets = (np.asarray(each, np.int64) for each in (rows.indices, rows.indptr))
         return cls(indices, offsets, np.asarray(rows.data, np.float32), rows.shape[1])
@@ -74,7 +74,7 @@ Features = SparseRows | Floats
 
 
 def _entries(offsets: Integers, rows: NDArray[Any]) -> tuple[Integers, Integers]:
-    """Indices of the entries of some rows, and the offsets of the selection."""
+    """Indices of the entries of the selected rows, and the offsets of the selection."""
     rows = np.asarray(rows, np.int64)
     lengths = offsets[rows + 1] - offsets[rows]
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -90,7 +90,7 @@ def _arrays(features: Features) -> tuple[NDArray[Any], ...]:
 
 
 class LabelPart(NamedTuple):
-    """Some rows: their features, and their labels."""
+    """The features and labels of a part."""
 
     features: Features
     labels: Lists
@@ -104,7 +104,7 @@ class LabelPart(NamedTuple):
 
 
 class _Rows:
-    """What data of rows has in common."""
+    """The base of data that consists of rows."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,20 +114,20 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class LabelData(_Rows):
-    """Rows to learn labels of."""
+    """Rows of features with labels."""
 
-    name: str  # what a table calls it
+    name: str  # display name
     # Features (rows, n_features), a SparseRows or a float32 array, and labels as Lists of ascending
     # ids.
     train: LabelPart
-    valid: LabelPart  # what settings are chosen on
-    test: LabelPart  # what is reported
-    feature_names: tuple[str, ...]  # one for each column
+    valid: LabelPart  # for the choice of settings
+    test: LabelPart  # for reported results
+    feature_names: tuple[str, ...]  # one per column
     label_names: tuple[str, ...]  # the classes, by falling count in the training part
-    counts: Integers  # in how many rows of the training part each label stands, int64
-    description: dict[str, Any]  # where it comes from and how it was read, for JSON
-    task: str = "multilabel"  # "classification", where each row has one label, or "multilabel"
-    hidden: bool = False  # whether features are hidden states, which heads take as they are
+    counts: Integers  # number of training rows with each label, int64
+    description: dict[str, Any]  # source and options of reading, for JSON
+    task: str = "multilabel"  # or "classification", if each row has one label
+    hidden: bool = False  # whether features are hidden states, which need no backbone
 
     @property
     def n_classes(self) -> int:
@@ -144,14 +144,14 @@ class LabelData(_Rows):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same rows in the same parts, and otherwise another one."""
+        """A hash of the rows of all parts."""
         parts = (self.train, self.valid, self.test)
         arrays = [each for part in parts for each in (*_arrays(part.features), *part.labels)]
         return fingerprint((*self.feature_names, "", *self.label_names), arrays)
 
 
 class PairPart(NamedTuple):
-    """Some pairs: queries, the key of each, and a number that pairs share which belong together."""
+    """Queries, the key of each, and the group of each pair; pairs of a group belong together."""
 
     query: Features
     key: Features
@@ -167,28 +167,28 @@ class PairPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairData(_Rows):
-    """Pairs of rows, of which each query has to find its key."""
+    """Pairs of rows, a query and its key."""
 
-    name: str  # what a table calls it
-    # Queries and keys, each a SparseRows or a float32 array, and groups: pairs of one are no
+    name: str  # display name
+    # Queries and keys, each a SparseRows or a float32 array, and groups: pairs of one group are not
     # negatives of each other.
     train: PairPart
-    valid: PairPart  # what settings are chosen on
-    test: PairPart  # what is reported
-    feature_names: tuple[str, ...]  # of queries; of keys too where they are shared
-    widths: tuple[int, int]  # columns of queries and of keys
-    shared: bool  # whether both have the same features, so that one encoder serves both
-    description: dict[str, Any]  # where it comes from and how it was read, for JSON
+    valid: PairPart  # for the choice of settings
+    test: PairPart  # for reported results
+    feature_names: tuple[str, ...]  # of queries, and of keys if they are shared
+    widths: tuple[int, int]  # number of features of queries and of keys
+    shared: bool  # whether both have the same features, so that one encoder is enough
+    description: dict[str, Any]  # source and options of reading, for JSON
     task: Literal["pairs"] = "pairs"
 
     @property
     def n_classes(self) -> int:
-        """How many keys the training part has."""
+        """Number of keys of the training part."""
         return self.train.n_rows
 
     @property
     def counts(self) -> Integers:
-        """Each key comes once."""
+        """Each key occurs once."""
         return np.ones(self.n_classes, np.int64)
 
     @property
@@ -198,7 +198,7 @@ class PairData(_Rows):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same pairs in the same parts, and otherwise another one."""
+        """A hash of the pairs of all parts."""
         parts = (self.train, self.valid, self.test)
         return fingerprint((), [a for p in parts for each in p[:2] for a in _arrays(each)])
 
@@ -216,7 +216,7 @@ Part = TypeVar("Part", LabelPart, PairPart)
 
 
 def three_parts(parts: dict[str, Part], reading: Reading) -> dict[str, Part]:
-    """Cut missing parts from the training rows, a tenth each, mixed; then keep to the limit."""
+    """Split missing parts off the training rows, a fixed random tenth each; apply the limit."""
     train, result = parts["train"], dict(parts)
     rows, each = mixed_rows(train.n_rows), train.n_rows // TENTH
     for part in ("test", "valid"):
@@ -245,7 +245,7 @@ def label_data(
     task: str,
     hidden: bool = False,
 ) -> LabelData:
-    """Three parts with labels by falling count; checks that there is something to learn."""
+    """Build data with labels by falling count; checks that it has classes to learn."""
     parts, n = three_parts(parts, reading), len(label_names)
     counts = np.bincount(parts["train"].labels.indices, minlength=n)
     if n < 2:
@@ -253,7 +253,7 @@ def label_data(
     if not counts.any():
         raise broken("no row of the training part has a label", "check the labels")
     if task == "classification" and np.count_nonzero(counts) < 2:
-        what = f"one class: the training part has {label_names[int(counts.argmax())]!r} alone"
+        what = f"one class: the training part has only {label_names[int(counts.argmax())]!r}"
         raise broken(what, "give rows of at least two classes")
     if not feature_names:
         raise broken("no features", "give rows with at least one")
@@ -289,7 +289,7 @@ def pair_data(
     feature_names: Sequence[str] = (),
     shared: bool,
 ) -> PairData:
-    """Three parts; checks that there are several keys to choose from."""
+    """Build pairs; checks that there are several keys to choose from."""
     parts = three_parts(parts, reading)
     train = parts["train"]
     if len(np.unique(train.group)) < 2:
@@ -306,18 +306,18 @@ def pair_data(
 
 
 def label_lists(rows: Iterable[Iterable[str]], names: FirstCome) -> Lists:
-    """The labels of each row; each counts once in it."""
+    """The labels of each row as ids; repeated labels of a row count once."""
     ids = [sorted({names[label] for label in row}) for row in rows]
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     return Lists(np.fromiter(chain.from_iterable(ids), np.int64, offsets[-1]), offsets)
 
 
-# Words that a bag tells apart, unless a size is given.
+# Default size of the vocabulary of bags of words.
 MOST_WORDS = 20_000
 
 
 def word_lists(documents: Iterable[Sequence[str]], words: FirstCome) -> SparseRows:
-    """The words of each document as they come, each with the value 1; :func:`weigher` sums them."""
+    """The words of each document in order, each with the value 1; :func:`weigher` sums them."""
     stream, offsets = IdStream(words), [0]
     for document in documents:
         stream.add(document)
@@ -329,10 +329,10 @@ def word_lists(documents: Iterable[Sequence[str]], words: FirstCome) -> SparseRo
 def weigher(
     train: Sequence[Features], words: FirstCome, reading: Reading
 ) -> tuple[Vocabulary, Callable[[Features], SparseRows]]:
-    """Words by their counts in the training part, and what makes features of lists of words.
+    """The vocabulary of the training part, and a function from word lists to features.
 
-    A feature is log(1 + count), and each row is divided by its length; what is left out counts as
-    ``<unk>``.
+    A feature is log(1 + count), and each row is divided by its norm; words outside of the
+    vocabulary count as ``<unk>``.
     """
     sparse, names = needed("scipy.sparse"), list(words)
     counts = sum(np.bincount(_arrays(each)[0], minlength=len(names)) for each in train)
@@ -362,7 +362,7 @@ def labelled_words(
     *,
     task: str,
 ) -> LabelData:
-    """Bags of words with labels; words are chosen by the training part."""
+    """Build bags of words with labels; the vocabulary is that of the training part."""
     three = three_parts(parts, reading)
     vocabulary, weigh = weigher([three["train"].features], words, reading)
     made = {part: each._replace(features=weigh(each.features)) for part, each in three.items()}

@@ -1,4 +1,4 @@
-"""Python's own standard library, which is on every machine: its source, and what it imports."""
+"""The embedded corpus: the source of Python's standard library, and the modules it imports."""
 
 import io
 import json
@@ -42,7 +42,7 @@ VARIABLE = "LASTLAYER_CACHE"
 
 
 def cache_folder() -> Path:
-    """``$LASTLAYER_CACHE``, or ``lastlayer`` where the system keeps such things; not created."""
+    """``$LASTLAYER_CACHE``, or ``lastlayer`` in the system's cache folder; it is not created."""
     if own := os.environ.get(VARIABLE):
         return Path(own)
     home, found = Path.home(), os.environ.get
@@ -56,10 +56,10 @@ def cache_folder() -> Path:
 NEWLINE = "<newline>"
 # Version of the tokenization, part of the cache key.
 TOKENIZER = 1
-# Installed packages, and files that a build wrote with paths of its machine.
+# Installed packages, and generated files with paths of the build machine.
 _OTHERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
-# Comments and layout are left out: what is left is what Python itself reads.
+# Comments and layout are left out.
 _LEFT_OUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
     tokenize.ENCODING,
@@ -67,7 +67,7 @@ _LEFT_OUT = {
 
 
 class SourceFile(NamedTuple):
-    """A module: its name, where it is, and which part it is in."""
+    """A module: its relative path, its path and its part."""
 
     name: str
     path: Path
@@ -80,10 +80,10 @@ def root() -> Path:
 
 
 def source_files() -> list[SourceFile]:
-    """All modules, with their tests, in an order that mixes packages but is always the same.
+    """All modules and their tests, in a fixed order that mixes packages.
 
-    The hash of the path decides both the order and the part: eight of ten files are for training,
-    one each for valid and test. So a file stays in its part when others come or go.
+    A hash of the path decides the order and the part: eight of ten files are for training, one each
+    for valid and test. So a file stays in its part when others are added or removed.
     """
     folder, placed = root(), []
     for path in folder.rglob("*.py"):
@@ -99,12 +99,12 @@ def source_files() -> list[SourceFile]:
 
 
 def tokens_of(path: Path) -> list[str]:
-    """The tokens of a module; none where it is not Python, as some test files are on purpose."""
+    """The tokens of a module; none if it is not valid Python, as some test files."""
     try:
         with tokenize.open(path) as file:
             source = file.read()
         with warnings.catch_warnings():
-            # Some tests hold source that Python warns of.
+            # Some tests contain source that causes warnings.
             warnings.simplefilter("ignore")
             return [*source_tokens(source), END]
     except (SyntaxError, UnicodeDecodeError, tokenize.TokenError):
@@ -116,7 +116,7 @@ def tokens_of(path: Path) -> list[str]:
 
 def source_tokens(source: str) -> Iterator[str]:
     """The tokens of Python source, without comments and layout."""
-    # By position: the names of a named tuple take twice the time.
+    # Unpacking takes half the time of reading the fields of a named tuple.
     for kind, text, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
         if kind not in _LEFT_OUT:
             yield NEWLINE if kind == tokenize.NEWLINE else text
@@ -125,10 +125,10 @@ def source_tokens(source: str) -> Iterator[str]:
 def _sources(
     reading: Reading, *, rows: bool, cache: bool
 ) -> tuple[list[str], dict[str, list[Ids]]]:
-    """All tokens, and for each part the ids of the tokens of its files, within the limit.
+    """All distinct tokens, and for each part the token ids of each of its files.
 
-    A file that is not Python has none. With a limit, files are read until each part has enough
-    tokens, or rows.
+    Files that are not valid Python are skipped. With a limit, files are read until each part has
+    enough tokens, or rows.
     """
     files = source_files()
     path = cache_folder() / f"{_key(files)}.npz"
@@ -158,7 +158,7 @@ def _sources(
 
 
 class _Held(NamedTuple):
-    """The cache: the ids of file i are ``ids[offsets[i] : offsets[i + 1]]``."""
+    """The content of the cache; the ids of file i are ``ids[offsets[i] : offsets[i + 1]]``."""
 
     names: list[str]
     ids: Ids
@@ -166,14 +166,14 @@ class _Held(NamedTuple):
 
 
 def _key(files: Sequence[SourceFile]) -> str:
-    """Another one for another Python, another set of files, or files of other sizes."""
+    """The cache key: depends on the version of Python, and on names and sizes of all files."""
     sizes = [(file.name, file.path.stat().st_size) for file in files]
     python = f"{platform.python_implementation()}-{platform.python_version()}".lower()
     return f"stdlib-{python}-t{TOKENIZER}-{digest(json.dumps(sizes)).hex()[:16]}"
 
 
 def _write(path: Path, held: _Held) -> None:
-    """A full or read-only disk only makes the next run slower."""
+    """Write the cache; errors such as a full disk are ignored, the next run is only slower."""
     names = np.frombuffer(json.dumps(held.names).encode(), np.uint8)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def _write(path: Path, held: _Held) -> None:
 
 
 def _read(path: Path, files: int) -> _Held | None:
-    """None where there is no such file, or one that is damaged: zip files have checksums."""
+    """Read the cache; None if there is no such file, or it is damaged (zip has checksums)."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
             ids, offsets = content["ids"], content["offsets"]
@@ -203,21 +203,21 @@ _DESCRIBED = {
 
 
 def stdlib_text(reading: Reading, *, cache: bool) -> TextData:
-    """Files whole in one part each; each ends with ``<eos>``."""
+    """The corpus for a language model; each file is in one part and ends with ``<eos>``."""
     names, taken = _sources(reading, rows=False, cache=cache)
     parts = {part: np.concatenate(own) for part, own in taken.items()}
     return language_data(names, parts, _DESCRIBED, reading)
 
 
-# A module is a label where this many files for training import it.
+# A module is a label if at least this many training files import it.
 _FEWEST = 5
-# After these a statement begins: `try: import x` is one line.
+# Tokens after which a statement begins: `try: import x` is one line.
 _BEGINS = {NEWLINE, ";", ":"}
 _ENDS = {NEWLINE, ";", END}
 
 
 def stdlib_labels(reading: Reading, *, cache: bool) -> LabelData:
-    """One row per file. Import statements are taken out of it, and top-level modules are labels."""
+    """One row per file without its import statements; labels are the top-level modules in them."""
     names, taken = _sources(reading, rows=True, cache=cache)
     rows = {
         part: [without_imports([names[t] for t in ids]) for ids in own]
@@ -239,7 +239,7 @@ def stdlib_labels(reading: Reading, *, cache: bool) -> LabelData:
 
 
 def without_imports(tokens: Sequence[str]) -> tuple[list[str], set[str]]:
-    """The tokens of a file that belong to no import, and the modules that it imports."""
+    """The tokens of a file without import statements, and the modules that it imports."""
     kept: list[str] = []
     modules: set[str] = set()
     begins, first = True, 0
@@ -257,7 +257,7 @@ def without_imports(tokens: Sequence[str]) -> tuple[list[str], set[str]]:
 
 
 def _modules(statement: Sequence[str]) -> Iterator[str]:
-    """``import a.b as c, d`` has a and d, ``from a.b import c`` has a, ``from . import c`` none."""
+    """Top-level modules: ``import a.b as c, d`` has a and d, ``from . import c`` has none."""
     if statement[0] == "from":
         if statement[1].isidentifier():
             yield statement[1]

@@ -1,4 +1,4 @@
-"""Tables with named columns: CSV, TSV, JSON, Parquet, Arrow, sets of a hub, marked text."""
+"""Tables with named columns: CSV, TSV, JSON, Parquet, Arrow, datasets of the hub, fastText."""
 
 import csv
 import json
@@ -32,9 +32,9 @@ SUFFIXES = (*COMMA, *TAB, *JSON, *PARQUET, *ARROW)
 HUB = "hf:"
 MARK = "__label__"
 
-# Seconds until the hub counts as out of reach. The package itself tries for half a minute.
+# Timeout in seconds to reach the hub. The package itself tries for half a minute.
 _PATIENCE = 5
-# What `save_to_disk` leaves in a folder.
+# Files that `save_to_disk` writes into a folder.
 _SAVED = ("dataset_dict.json", "state.json")
 
 
@@ -42,9 +42,9 @@ _SAVED = ("dataset_dict.json", "state.json")
 class Table:
     """Columns of the same length."""
 
-    where: Path | str  # what an error calls it
-    columns: dict[str, list[Any]]  # the values of each; None where one is missing or empty
-    lines: Sequence[int] | None = None  # of the rows in a file of text
+    where: Path | str  # name in errors
+    columns: dict[str, list[Any]]  # values by column; None if missing or empty
+    lines: Sequence[int] | None = None  # line numbers of the rows, of text files
 
     @classmethod
     def of(
@@ -54,7 +54,7 @@ class Table:
         columns: Iterable[Iterable[Any]],
         numbers: Sequence[int] | None = None,
     ) -> "Table":
-        """From values as they were read; there has to be a row, and no name twice."""
+        """Build a table from columns; refuses tables without rows and repeated names."""
         twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
         if twice is not None:
             raise broken(f"two columns called {twice!r}", "rename one of them")
@@ -70,7 +70,7 @@ class Table:
         return broken(f"row {row + 1}: {what}", remedy, path=self.where)
 
     def select(self, rows: Sequence[int]) -> "Table":
-        """Some of the rows."""
+        """A table of some of the rows."""
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
         return Table(self.where, columns, [self.lines[i] for i in rows] if self.lines else None)
 
@@ -80,7 +80,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """The number that a value is or spells, if any."""
+    """The value as a number, if it is one or a string of one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -90,7 +90,7 @@ def as_number(value: Any) -> float | None:
 
 
 def is_table(path: Path, encoding: str) -> bool:
-    """Whether a file of text is a table: its first lines all have as many tabs, or bear labels."""
+    """Whether a text file is a table: its first lines have equally many tabs, or labels."""
     first = [line for _, line in islice(lines(path, encoding), 20) if line.strip()]
     tabs = {line.count("\t") for line in first}
     marked = sum(line.startswith(MARK) for line in first)
@@ -98,9 +98,9 @@ def is_table(path: Path, encoding: str) -> bool:
 
 
 def read_tables(path: Path, encoding: str) -> dict[str, Table]:
-    """The table of each part, of a file or of a folder with one for each.
+    """Read the table of each part, from a file or a folder with one file per part.
 
-    In a single file a column ``split`` may say which part a row is in.
+    In a single file a column ``split`` may contain the part of each row.
     """
     known = not path.is_dir() or files_with(path, SUFFIXES)
     files = files_by_part(path, SUFFIXES if known else TEXT)
@@ -127,7 +127,7 @@ def _read(file: Path, encoding: str) -> Table:
         if isinstance(error, DataError):
             raise
         what = f"not a file of the kind {kind} ({str(error).splitlines()[0]})"
-        raise broken(what, "check what wrote it, and its suffix") from None
+        raise broken(what, "check its content and its suffix") from None
 
 
 def _read_arrow(file: Path) -> Any:
@@ -142,7 +142,7 @@ def _read_arrow(file: Path) -> Any:
 
 
 def _read_separated(file: Path, encoding: str) -> Table:
-    """CSV, or values between tabs, all of which are texts here; or marked lines."""
+    """Read CSV or tab-separated values, all as strings, or fastText lines."""
     text = (f"{line}\n" for _, line in lines(file, encoding))
     first = next((line for line in text if line.strip()), "")
     kind = plain_suffix(file)
@@ -154,7 +154,7 @@ def _read_separated(file: Path, encoding: str) -> Table:
     delimiters = ("\t", ",", ";", "|") if kind not in COMMA else (",", ";", "\t", "|")
     delimiter = next((each for each in delimiters if each in first), ",")
     names = next(csv.reader(chain([first], text), delimiter=delimiter))
-    # A header with a number or a sentence in it is a row of values.
+    # A first line that contains a number or a sentence is not a header.
     has_header = not any(as_number(name) is not None or len(name.split()) > 5 for name in names)
     names = [n.strip() if has_header else f"column{i}" for i, n in enumerate(names, 1)]
     read = reader.ReadOptions(
@@ -176,7 +176,7 @@ def _read_separated(file: Path, encoding: str) -> Table:
             failed = error
         else:
             return Table.of(file, names, (each.to_pylist() for each in table.columns))
-    # If the encoding is the cause, this raises an error that names the place.
+    # If the encoding is the cause, this raises an error with the position.
     for _ in text_blocks(file, encoding):
         pass
     told = str(failed).splitlines()[0][:160].removeprefix("CSV parse error: ")
@@ -184,7 +184,7 @@ def _read_separated(file: Path, encoding: str) -> Table:
 
 
 def _read_json(file: Path, encoding: str) -> Table:
-    """An object per line, or a list of objects."""
+    """Read JSON lines, or a JSON list of objects."""
     numbered = [(number, line) for number, line in lines(file, encoding) if line.strip()]
     whole = bool(numbered) and numbered[0][1].lstrip().startswith("[")
     line: int | None = None
@@ -196,7 +196,7 @@ def _read_json(file: Path, encoding: str) -> Table:
             for line, text in numbered:
                 records.append((line, json.loads(text)))
     except ValueError as error:
-        remedy = "give an object a line, or a list of objects"
+        remedy = "give an object per line, or a list of objects"
         raise broken(f"not JSON ({error})", remedy, line=line) from None
     for number, each in records:
         if not isinstance(each, dict):
@@ -213,7 +213,7 @@ def _of_records(
 
 
 def _read_marked(file: Path, encoding: str) -> Table:
-    """Lines of words, some of which are labels: fastText's ``__label__sauce How much …``."""
+    """Read fastText lines, in which some words are labels: ``__label__sauce How much …``."""
     texts, labels, numbers = [], [], []
     for number, line in lines(file, encoding):
         if words := line.split():
@@ -222,15 +222,15 @@ def _read_marked(file: Path, encoding: str) -> Table:
             numbers.append(number)
     if not any(labels):
         what = f"no labels: no word begins with {MARK}"
-        raise broken(what, "mark labels so, or give a table with a column of labels; or task='lm'")
+        raise broken(what, "add such labels, give a table with a column of labels, or task='lm'")
     return Table.of(file, ("text", "labels"), (texts, labels), numbers)
 
 
 def read_hub(source: str, reading: Reading) -> tuple[dict[str, Table], str | None]:
-    """The tables of a set of the Hugging Face hub, or of a folder like one, and the column named.
+    """Read a dataset of the Hugging Face hub or a local folder; returns tables and the column.
 
     The source is ``hf:name``, ``hf:name:config``, ``hf:name:config:column`` or ``hf:name::column``.
-    No more is read than a limit of tokens or rows can need.
+    With a limit only as many records are read as it requires.
     """
     name, *rest = source.removeprefix(HUB).split(":")
     if not name or len(rest) > 2:
@@ -240,7 +240,7 @@ def read_hub(source: str, reading: Reading) -> tuple[dict[str, Table], str | Non
         )
     config, column = [*rest, "", ""][:2]
     splits = _hub_splits(name, config or None)
-    # Sets have splits such as "unsupervised" beside the three.
+    # Some datasets have further splits, such as "unsupervised".
     tables: dict[str, Table] = {}
     for split, rows in splits.items():
         part = part_named(split)
@@ -249,12 +249,12 @@ def read_hub(source: str, reading: Reading) -> tuple[dict[str, Table], str | Non
         features = getattr(rows, "features", None) or {}
         try:
             records = [_with_names(features, each) for each in islice(rows, reading.enough(part))]
-        except Exception as error:  # a connection that breaks, a file of the set that is damaged
+        except Exception as error:  # a lost connection, or a damaged file
             raise _hub_failed(error) from error
         tables[part] = _of_records(f"{source} ({split})", records, None)
     if not tables:
         what = f"no split for training; it has {', '.join(map(repr, splits)) or 'none'}"
-        raise broken(what, "give a set with a split 'train'")
+        raise broken(what, "give a dataset with a split 'train'")
     return tables, column or None
 
 
@@ -267,9 +267,9 @@ def _hub_splits(name: str, config: str | None) -> Mapping[str, Any]:
         address = package.config.HF_ENDPOINT
         session = needed("huggingface_hub.utils", "hub").get_session()
         try:
-            # One request, through the same proxies as those that follow.
+            # One request, through the same proxies as later requests.
             session.head(address, timeout=_PATIENCE)
-        except Exception as error:  # each version of the hub's package has its own client
+        except Exception as error:  # the HTTP client depends on the version of the hub's package
             what = f"no such folder, and {address} is out of reach ({error})"
             raise broken(what, "check the name and the connection") from error
     try:
@@ -278,20 +278,20 @@ def _hub_splits(name: str, config: str | None) -> Mapping[str, Any]:
         else:
             known = str(folder) if folder.exists() else name
             made = package.load_dataset(known, config, streaming=True)
-    except Exception as error:  # whatever the hub, the network and the set raise
+    except Exception as error:  # any error of the hub, the network or the dataset
         raise _hub_failed(error) from error
     return made if isinstance(made, Mapping) else {"train": made}
 
 
 def _hub_failed(error: Exception) -> DataError:
-    # The second line of a message names the configs; what follows are examples in Python.
+    # The second line of a message lists the configs; later lines are examples in Python.
     told = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
     remedy = "check the name, its config and the connection"
     return broken(f"{type(error).__name__}: {told.rstrip('.')}", remedy)
 
 
 def _with_names(features: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """With the names of labels that the set keeps as numbers, where it has names."""
+    """Replace labels stored as numbers by their names, if the dataset has names; -1 by None."""
     made = dict(row)
     for name, value in row.items():
         inner = getattr(features.get(name), "feature", features.get(name))

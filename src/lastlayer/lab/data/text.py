@@ -1,4 +1,4 @@
-"""Text as tokens: words or a tokenizer's, numbered as they are read, and a vocabulary of them."""
+"""Text as tokens: words, or tokens of a tokenizer; their ids and the vocabulary."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from lastlayer.lab.data.files import PARTS, broken, existing, needed, text_block
 from lastlayer.lab.records import write_text
 
 UNKNOWN = "<unk>"
-"""Stands for every token that the vocabulary leaves out; always in it."""
+"""Replaces tokens that are not in the vocabulary; always included."""
 END = "<eos>"
 """Ends each line of text, each document, each file of source."""
 _SCHEMA = 1
@@ -25,7 +25,7 @@ _SCHEMA = 1
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Tokens by falling count in the training part; equal counts are ordered by their spelling.
+    """Tokens, ordered by falling count in the training part, and by spelling if counts are equal.
 
     Example:
         >>> words = Vocabulary(("a", "c", "<unk>"), np.array([3, 2, 1]))
@@ -33,9 +33,8 @@ class Vocabulary:
         ([1, 2], ['a', '<unk>'])
     """
 
-    tokens: tuple[str, ...]  # all of them; the id of a token is its place here
-    # How often each stands in the training part, int64. The count of <unk> is that of all tokens it
-    # replaces there.
+    tokens: tuple[str, ...]  # the id of a token is its index
+    # Count of each token in the training part, int64; <unk> has that of all tokens it replaces.
     counts: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -50,7 +49,7 @@ class Vocabulary:
         return self.ids[UNKNOWN]
 
     def encode(self, tokens: Iterable[str]) -> NDArray[np.int32]:
-        """Ids of tokens; that of ``<unk>`` for one that is not in here."""
+        """Ids of tokens; unknown tokens get the id of ``<unk>``."""
         ids, unknown = self.ids, self.unknown
         return np.fromiter((ids.get(token, unknown) for token in tokens), np.int32)
 
@@ -58,13 +57,13 @@ class Vocabulary:
         return [self.tokens[int(i)] for i in ids]
 
     def save(self, path: Path | str) -> None:
-        """Write JSON; the file appears whole or not at all."""
+        """Write JSON atomically."""
         content = {"schema": _SCHEMA, "tokens": self.tokens, "counts": self.counts.tolist()}
         write_text(Path(path), json.dumps(content, ensure_ascii=False), errors=_SURROGATES)
 
     @classmethod
     def load(cls, path: Path | str, *, unknown: bool = True) -> "Vocabulary":
-        """Read what :meth:`save` wrote; names of labels have no ``<unk>`` among them."""
+        """Read a file of :meth:`save`; label names have no ``<unk>``, so ``unknown`` is False."""
         remedy = "give the vocabulary.json of a run"
         try:
             content = json.loads(Path(path).read_bytes().decode("utf-8", _SURROGATES))
@@ -77,23 +76,22 @@ class Vocabulary:
         alike = len(result.tokens) == len(result.counts) == len(result.ids)
         if not alike or (unknown and UNKNOWN not in result.ids):
             also = f", and {UNKNOWN}" if unknown else ""
-            what = f"expected one count for each token and no token twice{also}"
+            what = f"expected one count per token and unique tokens{also}"
             raise broken(what, remedy, path=path)
         return result
 
 
-# Source code may hold lone surrogates in its strings.
+# Source code may contain lone surrogates in its strings.
 _SURROGATES = "surrogatepass"
 
 
 def choose(
     names: Sequence[str], counts: NDArray[np.int64], vocab_size: int | None, min_count: int | None
 ) -> tuple[Vocabulary, NDArray[np.int32]]:
-    """The most frequent tokens of those that come often enough, and the id of each of the names.
+    """The vocabulary of the most frequent tokens, and the id for each of the ``names``.
 
-    ``<unk>`` is one of the ``vocab_size``. Without ``min_count`` a token has to come twice, so that
-    ``<unk>`` is learned from what comes once; but where the text brings an ``<unk>`` of its own, as
-    PTB and WikiText do, once is enough.
+    ``vocab_size`` includes ``<unk>``. ``min_count`` is 2 by default, so that ``<unk>`` is learned
+    from tokens that occur once, or 1 if the text contains ``<unk>`` already, as PTB and WikiText.
     """
     own = next((i for i, name in enumerate(names) if name == UNKNOWN), None)
     if min_count is None:
@@ -106,7 +104,7 @@ def choose(
     candidates = candidates[np.argsort(-counts[candidates], kind="stable")]
     candidates = candidates[: None if vocab_size is None else vocab_size - 1]
     left_out = int(counts.sum() - counts[candidates].sum())
-    # Behind all tokens that come as often.
+    # After all tokens with the same count.
     place = int(np.searchsorted(-counts[candidates], -left_out, side="right"))
     chosen = [names[i] for i in candidates.tolist()]
     vocabulary = Vocabulary(
@@ -122,14 +120,14 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """Text to learn a language model from."""
+    """Text for a language model."""
 
-    name: str  # what a table calls it
-    vocabulary: Vocabulary  # all tokens; the classes of a head
-    train: Ids  # int32 ids in their order, one dimension; a memory map where they are many
-    valid: Ids  # what settings are chosen on
-    test: Ids  # what is reported
-    description: dict[str, Any]  # where it comes from and how it was read, for JSON
+    name: str  # display name
+    vocabulary: Vocabulary  # all tokens, which are the classes of a head
+    train: Ids  # int32 ids in the order of the text, one-dimensional; a memory map if very many
+    valid: Ids  # for the choice of settings
+    test: Ids  # for reported results
+    description: dict[str, Any]  # source and options of reading, for JSON
     task: Literal["lm"] = "lm"
 
     @property
@@ -143,12 +141,12 @@ class TextData:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each class stands in the training part."""
+        """Count of each class in the training part."""
         return self.vocabulary.counts
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same tokens in the same parts, and otherwise another one."""
+        """A hash of the tokens of all parts."""
         return fingerprint(self.vocabulary.tokens, (self.train, self.valid, self.test))
 
 
@@ -163,9 +161,9 @@ def fingerprint(names: Iterable[str], arrays: Iterable[NDArray[Any]]) -> str:
     return digest.hexdigest()
 
 
-# 256 MB of ids stay in memory; more go to a file that is mapped.
+# 256 MB of ids stay in memory; more are written to a memory-mapped file.
 MEMORY_TOKENS = 2**26
-# Number of ids that are renumbered at a time.
+# Number of ids that are renumbered per block.
 _CHUNK = 2**22
 
 
@@ -195,7 +193,7 @@ class IdStream:
 
     def _spill(self) -> None:
         if self._file is None:
-            # The system frees its space when the last map of it is gone.
+            # The system frees its space when its last memory map is closed.
             self._file = tempfile.TemporaryFile(prefix="lastlayer-")  # noqa: SIM115
         self._ids.tofile(self._file)
         self._ids = array("i")
@@ -209,12 +207,12 @@ class IdStream:
         self._file.flush()
         file: Any = self._file
         with file:
-            # The map has a handle of its own.
+            # The memory map keeps its own handle.
             return np.memmap(file, np.int32, "r+", shape=(self.length,))[:length]
 
 
 def _counted(ids: Ids, n: int) -> NDArray[np.int64]:
-    """How often each number comes."""
+    """Count of each id."""
     counts = np.zeros(n, np.int64)
     for first in range(0, len(ids), _CHUNK):
         counts += np.bincount(ids[first : first + _CHUNK], minlength=n)
@@ -227,12 +225,13 @@ def _renumber(ids: Ids, table: NDArray[np.int32]) -> None:
         ids[first : first + _CHUNK] = table[ids[first : first + _CHUNK]]
 
 
-# The share of what is held out for each of valid and test, and what goes with a limit of training.
+# Valid and test each get 1/TENTH of the training part if they are missing, and are limited to
+# 1/PER_LIMIT of a limit.
 TENTH, PER_LIMIT = 10, 8
 
 
 class Tokenizer:
-    """A tokenizer.json of the tokenizers package, or a folder with one, as of a model."""
+    """A tokenizer.json of the tokenizers package, or a folder with one, such as that of a model."""
 
     def __init__(self, path: Path | str) -> None:
         file = existing(str(path))
@@ -243,7 +242,7 @@ class Tokenizer:
         package = needed("tokenizers")
         try:
             self._made = package.Tokenizer.from_file(str(self.path))
-        except Exception as error:  # noqa: BLE001 - what the package raises
+        except Exception as error:  # noqa: BLE001 - the package raises plain Exception
             what = f"not a tokenizer of the tokenizers package ({error})"
             remedy = "give its tokenizer.json, or the folder that it is in"
             raise broken(what, remedy, path=self.path) from None
@@ -253,14 +252,14 @@ class Tokenizer:
         self.tokens = [token for token, _ in ids]
 
     def cut(self, text: str) -> list[str]:
-        """The tokens of a text, without those that are added around it."""
+        """The tokens of a text, without special tokens around it."""
         return self.cut_all([text])[0]
 
     def cut_all(self, texts: list[str]) -> list[list[str]]:
         return [each.tokens for each in self._made.encode_batch(texts, add_special_tokens=False)]
 
     def joined(self, tokens: Sequence[str]) -> str:
-        """The text of tokens; what is none of its own is kept as it is."""
+        """Decode tokens to text; strings that are not tokens of the tokenizer are kept."""
         made, run = "", list[int]()
         for token in [*tokens, None]:
             number = None if token is None else self._made.token_to_id(token)
@@ -274,32 +273,32 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Reading:
-    """How text is cut and how much of it is kept."""
+    """Options of tokenization, vocabulary and size."""
 
-    vocab_size: int | None = None  # the most tokens
-    min_count: int | None = None  # tokens that come less often become <unk>
+    vocab_size: int | None = None  # largest size of the vocabulary
+    min_count: int | None = None  # tokens that occur less often become <unk>
     limit: int | None = None  # of the training part, in tokens or rows
-    encoding: str = "utf-8"  # of files
-    tokenizer: Tokenizer | None = None  # in place of words between white space
+    encoding: str = "utf-8"  # of text files
+    tokenizer: Tokenizer | None = None  # None for words between white space
 
     def cut(self, text: str) -> list[str]:
         return text.split() if self.tokenizer is None else self.tokenizer.cut(text)
 
     def numbers(self) -> FirstCome:
-        """Numbers for tokens: those of a tokenizer are all there from the beginning."""
+        """An empty map from tokens to numbers; with a tokenizer it contains all its tokens."""
         known = self.tokenizer.tokens if self.tokenizer else ()
         return FirstCome({token: i for i, token in enumerate(known)})
 
     def most(self, part: str) -> int | None:
-        """Where the training part is limited, valid and test take an eighth of that each."""
+        """The limit of a part; that of valid and test is an eighth of the training part's."""
         limit = self.limit
         return limit if limit is None or part == "train" else max(2, limit // PER_LIMIT)
 
     def enough(self, part: str) -> int | None:
-        """What has to be read: the training part may be what the others are cut from."""
+        """How much of a part to read; valid and test may be split off the training part."""
         if self.limit is None or part != "train":
             return self.most(part)
-        # A tenth of it has to be a token and its successor.
+        # A tenth of it must have at least two tokens.
         return max(self.limit * TENTH // PER_LIMIT, 2 * TENTH)
 
     @property
@@ -311,10 +310,10 @@ class Reading:
 def language_data(
     names: Sequence[str], parts: dict[str, Ids], described: dict[str, Any], reading: Reading
 ) -> TextData:
-    """Choose the vocabulary by the training part, and number the tokens of all parts by it.
+    """Build the vocabulary from the training part, and renumber the tokens of all parts by it.
 
-    The ids of ``parts``, places in ``names``, are renumbered in place. Parts that are missing are
-    cut from the end of the training part, a tenth of it each.
+    The ids of ``parts``, which are indices of ``names``, are renumbered in place. Missing parts are
+    split off the end of the training part, a tenth of it each.
     """
     total = sum(map(len, parts.values()))
     if not total:
@@ -332,13 +331,13 @@ def language_data(
     special = [i for i, token in enumerate(names) if token in (UNKNOWN, END)]
     seen = int(np.count_nonzero(np.delete(counts, special)))
     if seen < 2:
-        what = "one class: the training part has one word alone" if seen else "no words"
+        what = "one class: the training part has only one word" if seen else "no words"
         raise broken(what, "give a text with at least two different words")
     # All tokens of a tokenizer are classes, whether they occur or not.
     least = 0 if reading.tokenizer and reading.min_count is None else reading.min_count
     vocabulary, table = choose(names, counts, reading.vocab_size, least)
     if {*vocabulary.tokens} <= {UNKNOWN, END}:
-        what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
+        what = f"no word occurs {least or 2} times in the {len(parts['train'])} tokens"
         raise broken(what, "lower min_count")
     for ids in parts.values():
         _renumber(ids, table)
@@ -357,7 +356,7 @@ def language_data(
 
 
 def text_data(path: Path, reading: Reading) -> TextData:
-    """A file, or a folder of files: tokens, and ``<eos>`` where a line ends."""
+    """Read a file or a folder of files as tokens, with ``<eos>`` at the end of each line."""
     parts, layout = text_files(path)
     numbers, ids = reading.numbers(), dict[str, Ids]()
     for part, files in parts.items():
@@ -382,7 +381,7 @@ def _blocks(path: Path, reading: Reading) -> Iterator[list[str]]:
         if reading.tokenizer is None:
             yield block.replace("\n", f" {END} ").split()
             continue
-        # What follows the last end of a line is the beginning of the next one, or nothing.
+        # The text after the last line end is the beginning of the next line, or empty.
         *whole, last = reading.tokenizer.cut_all(block.split("\n"))
         yield [token for line in whole for token in (*line, END)] + last
     if block and not block.endswith("\n"):

@@ -1,4 +1,4 @@
-"""The report of a comparison: a page that works offline, pictures, and tables."""
+"""The report of a comparison: an HTML page that works offline, pictures, and tables."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ __all__ = ["write_report"]
 def write_report(out: Path, *, pictures: bool = True) -> Path:
     """Write the report of a comparison into its folder.
 
-    ``report.html`` holds everything and needs no network. Beside it are the same charts as PNG and
-    SVG in ``plots/``, and the summary as ``summary.md`` and ``summary.csv``. A comparison that is
-    not finished, or whose runs failed, has a report of what is there.
+    ``report.html`` holds everything and needs no network. The same charts are written as PNG and
+    SVG to ``plots/``, and the summary as ``summary.md`` and ``summary.csv``. The report of an
+    unfinished comparison, or one with failed runs, has the results so far.
 
     Args:
         out: the folder of ``lastlayer compare --out``.
@@ -29,7 +29,8 @@ def write_report(out: Path, *, pictures: bool = True) -> Path:
         The path of the page.
 
     Raises:
-        LabError: ``out`` is no such folder, a file in it is broken, or a package is missing.
+        LabError: ``out`` is not the folder of a comparison, a file in it is broken, or a package is
+            missing.
     """
     require("altair", "jinja2", "vl_convert")
     from lastlayer.lab.report import figures, page, tables
@@ -43,7 +44,7 @@ def write_report(out: Path, *, pictures: bool = True) -> Path:
     write_text(out / "summary.csv", tables.comma_separated(results))
     if pictures:
         _draw(out / "plots", shown, results)
-    # The page is written last: where it is, all else is too.
+    # The page is written last: if it exists, so do all other files.
     write_text(out / "report.html", html)
     return out / "report.html"
 

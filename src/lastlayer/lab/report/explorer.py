@@ -1,6 +1,6 @@
 """Predictions of each head for the same contexts or rows, prepared for the page.
 
-Entries come from files that may have been edited: malformed values are left out.
+Entries come from files that may have been edited, so malformed values are left out.
 """
 
 import math
@@ -16,7 +16,7 @@ EMPTY = "∅"
 _NAMED = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\N{NO-BREAK SPACE}": "⍽", "\x7f": "␡"}
 # Control, format, surrogate, private and unassigned characters, and separators.
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
-# A path in a balanced tree over a million classes has twenty choices.
+# Most entries of a list. A path in a balanced tree over a million classes has twenty choices.
 _MOST = 64
 _WORDS_IN_OPTION, _NAMES_IN_OPTION = 4, 3
 
@@ -24,7 +24,7 @@ Entry = Mapping[str, Any]
 
 
 def contexts(results: Results) -> list[dict[str, Any]]:
-    """Those of the first finished run of each head; all heads have the same ones."""
+    """Contexts or rows with the predictions of the first finished run of each head."""
     found: dict[int, dict[str, Any]] = {}
     for summary in results.ranked:
         entries = next((run.explorer for run in summary.finished if run.explorer), ())
@@ -38,7 +38,7 @@ def contexts(results: Results) -> list[dict[str, Any]]:
 
 
 def text_seen(entry: Entry) -> dict[str, Any]:
-    """A context, the same for every head."""
+    """A context with its target, the same for every head."""
     words = [visible(token) for token in entry.get("context") or ()]
     target = visible(entry.get("target", ""))
     option = f"{' '.join(words[-_WORDS_IN_OPTION:])} → {target}"
@@ -46,7 +46,7 @@ def text_seen(entry: Entry) -> dict[str, Any]:
 
 
 def text_said(entry: Entry) -> dict[str, Any]:
-    """What one head expects next."""
+    """The predictions of one head for a context."""
     target = entry.get("target")
     top = [
         {"token": visible(each.get("token", "")), "p": _probability(each),
@@ -75,7 +75,7 @@ def labels_seen(entry: Entry) -> dict[str, Any]:
 
 
 def labels_said(entry: Entry) -> dict[str, Any]:
-    """The labels that one head gives it."""
+    """The labels that one head predicts for a row."""
     counts = {name: _count(entry, f"n_{name}") for name in ("labels", "predicted", "found")}
     lists = {
         key: [
@@ -110,14 +110,14 @@ def _few(names: list[str]) -> str:
 
 
 def _deviations(value: Any, dense: bool) -> str:
-    """How far a dense feature is from its mean; values of a bag mean nothing to a reader."""
+    """The distance of a dense feature from its mean; empty for values of a bag of words."""
     if not dense or not isinstance(value, int | float) or not math.isfinite(value):
         return ""
     return f"{value:+.1f}σ".replace("-", "−")
 
 
 def _named(name: object) -> str:
-    r"""A name as a reader can see it; single spaces between its words stay what they are.
+    r"""A name with visible signs for invisible characters, but single spaces between words kept.
 
     Example:
         >>> _named("science fiction"), _named(" "), _named("a\n")
@@ -127,7 +127,7 @@ def _named(name: object) -> str:
 
 
 def visible(token: object, longest: int = LONGEST) -> str:
-    r"""The token with a sign for each character that would not be seen.
+    r"""A token with visible signs for invisible characters.
 
     Example:
         >>> visible("a b\n"), visible(""), visible("\u200b"), visible("x" * 50, 5)

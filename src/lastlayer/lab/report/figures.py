@@ -1,4 +1,4 @@
-"""All figures of the page: quality and its cost, where differences come from, cost by classes.
+"""All figures of the page: quality and cost, origins of differences, cost by number of classes.
 
 Charts do not depend on light or dark mode: colours come from Vega's configuration, and from the
 signals ``ink`` and ``muted``. The page has one legend for all charts; the signal ``shown`` lists
@@ -24,18 +24,18 @@ from lastlayer.lab.verdict import bounds, describe, joined
 Row = dict[str, Any]
 # Points of a mean learning curve.
 _GRID = 60
-# How many times longer than the shortest a curve is when time is drawn on a logarithmic axis.
+# The time axis is logarithmic if the longest curve is more than this many times the shortest.
 _UNEQUAL = 5.0
-# Of confidence, as the calibration error has them, and the fewest predictions of one that is drawn.
+# Bins of confidence, as in the calibration error, and the minimal predictions in a bin to draw it.
 _BINS, _FEWEST = 15, 20
-# A baseline further away than so many times the span of the heads is at the edge of its axis.
+# A baseline further away than this many spans of the heads is drawn at the edge of its axis.
 _FAR = 1.5
 _MOST_TICKS = 6
-# Of a decade, from dense to sparse.
+# Ticks within a decade, from dense to sparse.
 _MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))
-# Letters of a name that fit beside a chart on a phone.
+# Number of letters of a name that fit to the left of a chart on a phone.
 _LINE = 18
-# Dashes are those of lines: around a symbol they would look torn.
+# Dashes are for lines only: the outline of a symbol is not drawn.
 _LEGEND = {"title": None, "symbolOpacity": 1, "labelLimit": 300, "symbolStrokeWidth": 0}
 
 alt.data_transformers.disable_max_rows()
@@ -49,12 +49,12 @@ class View(NamedTuple):
     alt_text: str
     layers: list[Any]  # of the chart
     height: Any = 340
-    legend: bool = True  # whether a picture has one; heads may be named at the axis instead
+    legend: bool = True  # whether a picture has a legend; the axis may name the heads instead
 
     def chart(self, looks: Sequence[Look], *, in_page: bool = True) -> dict[str, Any]:
-        """The chart in Vega-Lite, with the same marks for the same heads on every chart.
+        """The chart in Vega-Lite; colours and symbols of heads are the same on every chart.
 
-        In the page it is as wide as the page and has no legend; else it is 640 wide and has one.
+        In the page it has the width of the page and no legend; otherwise width 640 and a legend.
         """
         heads = [look.name for look in looks]
         signals = {"shown": heads, "ink": LIGHT_INK.text, "muted": LIGHT_INK.muted}
@@ -87,7 +87,7 @@ class Figure(NamedTuple):
 
 
 def all_figures(results: Results) -> tuple[Figure, ...]:
-    """Those that there is anything to show for, in the order of the page."""
+    """All figures that have data, in the order of the page."""
     made = (
         Figure("tradeoff", "Quality against cost", tradeoff(results)),
         Figure("equal", "At equal time, and at the end", equal(results)),
@@ -102,7 +102,7 @@ def all_figures(results: Results) -> tuple[Figure, ...]:
 
 
 def tradeoff(results: Results) -> list[View]:
-    """Quality against what it costs."""
+    """Quality against cost."""
     costs = [metrics.STEP_MS, metrics.SECONDS, metrics.MEMORY, metrics.PARAMETERS]
     if results.comparison.budget.get("kind") == "seconds":
         costs.remove(metrics.SECONDS)
@@ -119,14 +119,14 @@ def _tradeoff(results: Results, cost: Metric) -> View:
     ]  # fmt: skip
     held, base = _baseline(results, "test", _in_sight(metric, rows, "y"))
     if base is not None:
-        # Its label is where the head that is next to it leaves room.
+        # Its label is on the side away from the nearest head.
         near = min(rows, key=lambda row: abs(row["y"] - base["value"]))["x"]
         base["left"] = sum(near > row["x"] for row in rows) * 2 > len(rows)
     x = alt.X("x:Q", title=_title(cost), **_around(cost, [row["x"] for row in rows]))
     y = alt.Y("y:Q", title=metric.label, **_around(metric, held))
     tooltip = [_tip("head"), _tip("value", metric.label), _tip("cost", cost.label)]
     points, layers = _heads(rows, tooltip, x=x, y=y), _baseline_layers(base, y=y)
-    # A mark without anything to draw is more than the layout of labels can bear.
+    # The layout of labels fails with a mark that draws nothing.
     if len(best) > 1:
         front = [{"x": s.mean(cost.key), "y": s.mean(metric.key)} for s in best]
         layers.append(_dashed(front).encode(x=x, y=y, order=alt.Order("x:Q")))
@@ -138,7 +138,7 @@ def _tradeoff(results: Results, cost: Metric) -> View:
 
 
 def equal(results: Results) -> list[View]:
-    """Validation quality at equal time, beside that at the end, where steps are equal."""
+    """Validation quality at equal time, and at the end, where steps are equal."""
     metric = results.metric
     rows = [
         {**_place(s, metric, found), "x": found.mean, "at": at}
@@ -182,7 +182,7 @@ def _curve(results: Results, axis: Axis, label: str) -> list[View]:
     ends = [row["x"] for row in rows if row["last"]]
     ticks: dict[str, Any] = {"grid": False, "format": ".3~s" if axis == "steps" else ",.8~g"}
     if max(ends) > _UNEQUAL * min(ends) > 0:
-        # Where one head takes much longer than another, the others could not be seen.
+        # If one head takes much longer, the others would not be visible on a linear axis.
         start = max(min(ends) / 50, min(row["x"] for row in rows if row["x"] > 0))
         rows = [row for row in rows if row["x"] >= start]
         scale = alt.Scale(type="log", domain=[start, max(ends)], nice=False)
@@ -191,8 +191,8 @@ def _curve(results: Results, axis: Axis, label: str) -> list[View]:
         scale = alt.Scale(domain=[0, max(ends)], nice=False)
         ticks["tickCount"] = 6
     x = alt.X("x:Q", title=title, scale=scale, axis=alt.Axis(**ticks))
-    # From a random start, values fall by orders of magnitude in moments: the axis begins where the
-    # heads have begun to differ.
+    # After a random start, values fall by orders of magnitude within a few steps: the first tenth
+    # does not count for the axis.
     settled = [row["y"] for row in rows if row["x"] >= 0.1 * max(ends)]
     held, line = _baseline(results, "valid", settled)
     y = alt.Y("y:Q", title=metric.label, **_around(metric, held))
@@ -204,7 +204,7 @@ def _curve(results: Results, axis: Axis, label: str) -> list[View]:
         band.encode(y="low:Q", y2="high:Q"),
         _lines(base),
         _points(base.transform_filter("datum.last")),
-        # A line has one tooltip for all of it: points that are not seen have their own.
+        # A line has only one tooltip, so invisible points provide one for each value.
         base.mark_point(size=140, opacity=0, clip=True),
     ]
     names = {row["head"] for row in rows}
@@ -213,7 +213,7 @@ def _curve(results: Results, axis: Axis, label: str) -> list[View]:
 
 
 def _mean_curve(summary: HeadSummary, metric: Metric, axis: Axis) -> list[Row]:
-    """The mean over seeds, as far as all were validated; of what there is, if none finished."""
+    """The mean over seeds, as far as all were validated; over unfinished runs if none finished."""
     runs = [run for run in summary.finished or summary.runs if curve(run, metric, axis)]
     places = sorted({x for run in runs for x, _ in curve(run, metric, axis)})
     if len(places) > _GRID:
@@ -235,7 +235,7 @@ def _mean_curve(summary: HeadSummary, metric: Metric, axis: Axis) -> list[Row]:
 
 
 def deciles(results: Results) -> list[View]:
-    """Quality by how frequent the target is."""
+    """Quality by frequency of the target."""
     smooth = results.metric is metrics.EPS_PERPLEXITY
     kinds = (
         Metric("eps_nll", "−log p, ε-smoothed", "number", lower_is_better=True) if smooth
@@ -261,7 +261,7 @@ def _deciles(results: Results, kind: Metric) -> list[View]:
                 rows.append({**_place(summary, kind, found), "x": decile, "y": found.mean})
     if not rows:
         return []
-    # Domains are given, so that axes stay where they are when a head is hidden.
+    # Fixed domains, so that axes do not change when a head is hidden.
     x = alt.X("x:O", title="frequency decile of the target, 1 = most frequent",
               scale=alt.Scale(domain=sorted({row["x"] for row in rows})),
               axis=alt.Axis(grid=False, labelAngle=0))  # fmt: skip
@@ -274,7 +274,7 @@ def _deciles(results: Results, kind: Metric) -> list[View]:
 
 
 def calibration(results: Results) -> list[View]:
-    """How often the best class is right, by how likely the head says it is."""
+    """Accuracy of the best class by its probability."""
     rows = [row for summary in results.ranked for row in _calibration(summary)]
     if not rows:
         return []
@@ -311,7 +311,7 @@ def _calibration(summary: HeadSummary) -> list[Row]:
 
 
 def support(results: Results) -> list[View]:
-    """How many classes have a probability above zero."""
+    """Number of classes with a probability above zero."""
     measure, n_classes = metrics.BY_KEY["support"], results.comparison.n_classes
     rows: list[Row] = []
     for summary in results.ranked:
@@ -323,7 +323,7 @@ def support(results: Results) -> list[View]:
     if not any(row["x"] < 0.999 * (n_classes or math.inf) for row in rows):
         return []
     high = max([n_classes or 1, *(row["x"] for row in rows)])
-    # Room for the numbers at the right.
+    # Space for the numbers on the right.
     x = alt.X("x:Q", title="classes with a probability above 0",
               scale=alt.Scale(type="log", domain=[1, high**1.35], nice=False),
               axis=alt.Axis(format="~s", values=log_ticks(1, high)))  # fmt: skip
@@ -334,7 +334,7 @@ def support(results: Results) -> list[View]:
 
 
 def step_time(results: Results) -> list[View]:
-    """Measured time of a step at this number of classes."""
+    """Time per training step."""
     rows: list[Row] = []
     for summary in results.ranked:
         mean = summary.mean(metrics.STEP_MS.key)
@@ -361,7 +361,7 @@ def step_time(results: Results) -> list[View]:
 
 
 def against_classes(results: Results) -> list[View]:
-    """Cost of the head alone against the number of classes, measured."""
+    """Measured cost of the head alone against the number of classes."""
     return [
         *_measured(results, "time", metrics.STEP_MS, lambda cost: cost.ms),
         *_measured(results, "memory", metrics.MEMORY, lambda cost: cost.peak_memory_mb),
@@ -371,7 +371,7 @@ def against_classes(results: Results) -> list[View]:
 def _measured(
     results: Results, key: str, metric: Metric, value: Callable[[Cost], float | None]
 ) -> list[View]:
-    """A line per head through all sizes at which it was measured."""
+    """A line per head through all measured sizes."""
     costs, titles = results.costs, {head.slug: head.title for head in results.comparison.heads}
     if costs is None:
         return []
@@ -400,7 +400,7 @@ def _measured(
 
 
 def left_out(results: Results) -> list[tuple[str, list[str]]]:
-    """Heads with what was not measured of them and why; sizes with the same reason together."""
+    """For each head the sizes that were not measured, grouped by reason."""
     found: list[tuple[str, list[str]]] = []
     for head in results.comparison.heads:
         reasons: dict[str, list[int]] = defaultdict(list)
@@ -430,7 +430,7 @@ def _whiskers(base: alt.Chart, along: str, **look: Any) -> Any:
 
 
 def _heads(rows: Sequence[Row], tooltip: list[Any], **axes: Any) -> alt.Chart:
-    """What the layers of a chart share: the rows of the heads that are shown, in colour."""
+    """The base of the layers of a chart: the rows of the visible heads, in colour."""
     shown = _data(rows).transform_filter("indexof(shown, datum.head) >= 0")
     return shown.encode(color="head:N", tooltip=tooltip, **axes)
 
@@ -452,7 +452,7 @@ def _joined_points(rows: Sequence[Row], tooltip: list[Any], x: alt.X, y: alt.Y) 
 
 
 def _dots(rows: Sequence[Row], tooltip: list[Any], x: alt.X) -> list[Any]:
-    """A row per head, the lowest first: its whisker, its symbol, and ``text`` at its right."""
+    """A row per head, the lowest first: its whisker, its symbol, and ``text`` on the right."""
     order = [row["head"] for row in sorted(rows, key=lambda row: row["x"])]
     base = _heads(rows, tooltip, x=x, y=_names(order))
     text = base.mark_text(align="left", dx=14, fontSize=12)
@@ -466,10 +466,10 @@ def _dots(rows: Sequence[Row], tooltip: list[Any], x: alt.X) -> list[Any]:
 def _baseline(
     results: Results, part: str, values: Sequence[float]
 ) -> tuple[list[float], Row | None]:
-    """The values that an axis must hold, and the row of the line of the frequency baseline.
+    """The values that an axis must include, and the data of the frequency baseline's line.
 
-    A baseline that is so far away that heads could not be told apart beside it is drawn at the
-    edge of the axis, and its label says that it is further.
+    A baseline so far away that differences between heads would be invisible is drawn at the edge of
+    the axis, and its label says so.
     """
     metric, asked = results.metric, results.comparison.baseline
     measured = asked[part] if isinstance(asked.get(part), Mapping) else asked.get("test")
@@ -483,7 +483,7 @@ def _baseline(
     room = _FAR * max(high - low, 0.3 if log else 0.05)
     label = f"{asked.get('name', 'frequency')} baseline {metric.format(value)}"
     if not low - room <= at <= high + room:
-        # Half of the margin that the axis has.
+        # Half of the margin of the axis.
         edge = low - 0.04 * (high - low) if at < low else high + 0.04 * (high - low)
         shown, held, label = math.exp(edge) if log else edge, [], f"{label} (off the axis)"
     else:
@@ -494,13 +494,13 @@ def _baseline(
 
 
 def _baseline_layers(row: Row | None, **across: Any) -> list[alt.Chart]:
-    """A labelled line at what the frequencies of classes alone reach."""
+    """A labelled line at the quality of the frequency baseline."""
     if row is None:
         return []
     base = _data([row]).encode(tooltip=[_tip("label", "baseline")], **across)
     rule = base.mark_rule(strokeDash=[2, 3], strokeWidth=1.5, color=alt.expr("muted"))
     side: dict[str, Any]
-    # Along a rule from side to side, or above one from top to bottom.
+    # The label is along a horizontal rule, or above a vertical one.
     if "y" in across:
         place = {"x": alt.value(0 if row["left"] else "width")}
         side = {"align": "left" if row["left"] else "right", "dx": 4 if row["left"] else -4,
@@ -513,7 +513,7 @@ def _baseline_layers(row: Row | None, **across: Any) -> list[alt.Chart]:
 
 
 def _place(summary: HeadSummary, metric: Metric, found: Estimate) -> Row:
-    """What every row has: the head, the interval, and the value as text."""
+    """The common fields of rows: the head, the interval, and the value as text."""
     low, high = bounds(metric, found)
     if high is not None and math.isinf(high):
         high = 1e300
@@ -521,7 +521,7 @@ def _place(summary: HeadSummary, metric: Metric, found: Estimate) -> Row:
 
 
 def _in_sight(metric: Metric, rows: Sequence[Row], key: str) -> list[float]:
-    """The values that an axis must hold: all means, and whiskers unless they dwarf the means."""
+    """The values that an axis must include: all means, and whiskers clipped to a range of them."""
     means = [row[key] for row in rows]
     low, high = min(means), max(means)
     ends = [end for row in rows for end in (row["low"], row["high"]) if end is not None]
@@ -535,12 +535,12 @@ def _in_sight(metric: Metric, rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _tip(field: str, title: str = "") -> alt.Tooltip:
-    """A line of a tooltip that holds text."""
+    """A line of a tooltip with text."""
     return alt.Tooltip(f"{field}:N", title=title or field)
 
 
 def first_capital(text: str) -> str:
-    """Of a sentence; ε stays as it is."""
+    """Capitalise the first letter, except for ε."""
     return text[:1].upper() + text[1:] if text[:1].isascii() else text
 
 
@@ -551,7 +551,7 @@ def _title(metric: Metric) -> str:
 
 
 def _names(heads: Sequence[str]) -> alt.Y:
-    """Names of heads at the left of rows, in two lines on a phone."""
+    """Names of heads to the left of rows, in two lines on a phone."""
     narrow = "containerSize()[0] < 500"
     lines = json.dumps({head: two_lines(head) for head in heads})
     axis = alt.Axis(
@@ -564,7 +564,7 @@ def _names(heads: Sequence[str]) -> alt.Y:
 
 
 def two_lines(name: str) -> list[str]:
-    """A name in two lines where it is long, at a space.
+    """Split a long name into two lines at a space.
 
     Example:
         >>> two_lines("Adaptive softmax (cutoffs=1000,4000)"), two_lines("NCE")
@@ -578,7 +578,7 @@ def two_lines(name: str) -> list[str]:
 
 
 def _around(metric: Metric, values: Sequence[float]) -> dict[str, Any]:
-    """Scale and axis for the values with a margin, logarithmic where the metric is."""
+    """Scale and axis for the values with a margin, logarithmic if the metric is."""
     low, high = min(values), max(values)
     if metric.log and low > 0:
         return _log_scale(values, share=0.08, least=1.03, format=_format(metric))
@@ -594,19 +594,19 @@ def _log_scale(
     """A logarithmic scale around the values, and its axis."""
     margin = max((max(found) / min(found)) ** share, least)
     low, high = min(found) / margin, max(found) * margin
-    # A letter for thousands, but none for thousandths.
+    # SI suffixes for thousands, but not for thousandths.
     form = "~s" if low >= 1 else ",.3~g"
     axis = alt.Axis(**{"format": form, "values": log_ticks(low, high), **ticks})
     return {"scale": alt.Scale(type="log", domain=[low, high], nice=False), "axis": axis}
 
 
 def _format(metric: Metric) -> str:
-    """Of the labels of an axis, in the unit of the metric."""
+    """The format of axis labels, in the unit of the metric."""
     return {"percent": "~%", "share": "~%", "count": ".3~s"}.get(metric.style, ",.8~g")
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two positive ones, at most six.
+    """At most six round numbers between two positive ones, for a logarithmic axis.
 
     Example:
         >>> log_ticks(140, 270), log_ticks(1, 2000)
@@ -635,6 +635,6 @@ def _even_ticks(low: float, high: float) -> list[float]:
 
 
 def _tidy(value: float) -> float:
-    """Without the last digits of a float, and whole where it is whole."""
+    """Round to ten digits, and convert integral values to int."""
     value = float(f"{value:.10g}")
     return int(value) if value == int(value) else value

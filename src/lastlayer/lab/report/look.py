@@ -1,7 +1,7 @@
-"""Marks of heads, the style of charts, and charts as Vega, PNG and SVG.
+"""Colours and symbols of heads, the style of charts, and charts as Vega, PNG and SVG.
 
 Charts are drawn once, in light colours. In dark mode the style sheet of the page replaces each
-colour by its counterpart, so that no chart has to be drawn again.
+colour, so that no chart has to be drawn again.
 """
 
 import json
@@ -17,8 +17,8 @@ import vl_convert
 from lastlayer.lab import families
 from lastlayer.lab.records import HeadEntry
 
-# The ink, Okabe and Ito's colours, which colour-blind readers can tell apart, two of Tol's, and
-# more for families that are rarely compared. Families name them by their place.
+# Text colour, Okabe and Ito's colours, which colour-blind readers can distinguish, two of Tol's,
+# and more for families that are rarely compared. Families refer to them by index.
 LIGHT_COLOURS = (
     "#333333", "#0072B2", "#D55E00", "#009E73", "#CC79A7",
     "#E69F00", "#56B4E9", "#882255", "#8F8F1F", "#4B3FA0",
@@ -32,7 +32,7 @@ DARK_COLOURS = (
 # From this colour on, lines are dashed.
 _DASHED = 9
 DASHES: tuple[tuple[int, ...], ...] = ((1, 0), (7, 3), (2, 2), (9, 3, 2, 3))
-# Vega's names, and the same about the origin for the legend of the page.
+# Vega's symbols, and their paths for the legend of the page.
 SHAPE_PATHS = {
     "circle": "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0",
     "square": "M-4.5,-4.5h9v9h-9z",
@@ -47,7 +47,7 @@ SHAPES = tuple(SHAPE_PATHS)
 
 
 class Ink(NamedTuple):
-    """The colours that are not a head's."""
+    """Colours of text, lines and background."""
 
     text: str
     muted: str
@@ -63,7 +63,7 @@ _PICTURE_FONT = "Liberation Sans, Arial, sans-serif"
 
 
 class Look(NamedTuple):
-    """How a head is drawn on every chart: colour and shape are places in the palette and SHAPES."""
+    """How a head is drawn on every chart; colour and shape are indices of palette and SHAPES."""
 
     name: str
     colour: int
@@ -72,15 +72,15 @@ class Look(NamedTuple):
 
     @property
     def light(self) -> str:
-        """Its colour on light paper."""
+        """The colour in light mode."""
         return LIGHT_COLOURS[self.colour]
 
 
 def looks(heads: Sequence[HeadEntry]) -> list[Look]:
-    """A family has its colour whatever it is compared with; its variants differ in dash and mark.
+    """The looks of heads: colours are fixed per family; its variants differ in dash and symbol.
 
-    Families that are rarely compared have dashes from the start: there are more families than
-    colours that every reader can tell apart.
+    Families that are rarely compared always have dashes, since there are more families than colours
+    that every reader can distinguish.
     """
     seen: Counter[int] = Counter()
     made = []
@@ -94,13 +94,13 @@ def looks(heads: Sequence[HeadEntry]) -> list[Look]:
 
 
 def exchanges() -> list[tuple[str, str]]:
-    """Each colour of a light chart, and its counterpart in the dark."""
+    """Each colour of a light chart, and its counterpart in dark mode."""
     light, dark = (*LIGHT_COLOURS, *LIGHT_INK), (*DARK_COLOURS, *DARK_INK)
     return list(zip(light, dark, strict=True))
 
 
 def chart_config(*, font: str = FONT) -> dict[str, Any]:
-    """What Vega takes as its configuration: charts are drawn for light, and themed by the page."""
+    """The Vega configuration of charts in light mode."""
     ink = LIGHT_INK
     fonts = {"labelFont": font, "titleFont": font, "labelFontSize": 12}
     return {
@@ -128,7 +128,7 @@ def chart_config(*, font: str = FONT) -> dict[str, Any]:
 
 @cache
 def _vega_lite() -> str:
-    """The version that Altair writes, or the newest that vl-convert has."""
+    """The Vega-Lite version that Altair writes, or the newest that vl-convert supports."""
     written = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     known: list[str] = vl_convert.get_vegalite_versions()
     return written if written in known else known[-1]
@@ -136,7 +136,7 @@ def _vega_lite() -> str:
 
 @cache
 def bundle() -> str:
-    """Vega and vega-embed as one script, for the page to hold."""
+    """Vega and vega-embed as one script, to embed in the page."""
     code: str = vl_convert.javascript_bundle(
         "window.vegaEmbed = vegaEmbed;", vl_version=_vega_lite()
     )
@@ -144,7 +144,7 @@ def bundle() -> str:
 
 
 def compiled(chart: dict[str, Any]) -> dict[str, Any]:
-    """The chart as Vega, without its configuration, which the page has once for all charts."""
+    """Compile a chart to Vega, without the configuration, which the page has once for all."""
     made: dict[str, Any] = vl_convert.vegalite_to_vega(
         {**chart, "config": chart_config()}, vl_version=_vega_lite()
     )
@@ -160,9 +160,9 @@ def compiled(chart: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(points: str, others: list[str]) -> dict[str, Any]:
-    """Names beside the points of a scatter plot where there is room, none over another.
+    """A mark that labels the points of a scatter plot with names, without overlap.
 
-    Vega-Lite has no such layout; Vega does, but only where there is a canvas, as in a browser.
+    Vega-Lite does not support this layout; Vega does, but only with a canvas, as in a browser.
     """
     return {
         "type": "text",
@@ -185,7 +185,7 @@ def _labels(points: str, others: list[str]) -> dict[str, Any]:
 
 
 def write_picture(chart: dict[str, Any], stem: Path, *, title: str, subtitle: str) -> None:
-    """The chart as ``stem``.png and ``stem``.svg, on white."""
+    """Write a chart as ``stem``.png and ``stem``.svg, on white."""
     look = {**chart_config(font=_PICTURE_FONT), "background": LIGHT_INK.paper}
     words = {"text": title, "subtitle": subtitle, "frame": "group"}
     drawn: str = vl_convert.vegalite_to_svg(

@@ -20,9 +20,9 @@ from lastlayer.lab.results import Results
 from lastlayer.lab.verdict import Verdict, budget_text
 
 _HERE = "lastlayer.lab.report"
-# Of the smoothed perplexity, where the comparison did not say.
+# Default of the smoothed perplexity, if the comparison did not record it.
 _EPSILON = 1e-4
-# Inside <script> only these could end it, open a comment, or end a line of older JavaScript.
+# Characters that could end a <script>, open a comment, or end a line in older JavaScript.
 _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
@@ -92,14 +92,14 @@ def _asset(name: str) -> str:
 
 
 def _mark(head: look.Look) -> dict[str, Any]:
-    """What the legend draws of a head."""
+    """The symbol of a head in the legend."""
     dash = "" if head.dash == (1, 0) else " ".join(map(str, head.dash))
     path = look.SHAPE_PATHS[look.SHAPES[head.shape]]
     return {"colour": head.colour, "path": path, "dash": dash}
 
 
 def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
-    """The recommended head in a few numbers, beside the runner-up and the full softmax."""
+    """Main metrics of the recommended head, with those of the runner-up and the full softmax."""
     chosen = verdict.recommended
     full = next((s for s in results.ranked if s.head.family == "full"), None)
     if chosen is None:
@@ -123,7 +123,7 @@ def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
         text, beside = metric.format(value), []
         for name, head in others.items():
             if head is not None and (other := head.mean(metric.key)) is not None:
-                # A number stays on one line with its unit.
+                # Keep a number and its unit on one line.
                 number = metric.format(other).replace(" ", "\N{NO-BREAK SPACE}")
                 beside.append(f"{name}: {number}")
         if metric is metrics.STEPS:
@@ -135,7 +135,7 @@ def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def _rates(results: Results) -> list[dict[str, Any]]:
-    """Heads with the learning rates that were tried for them."""
+    """The learning rates that were tried for each head."""
     found = read_rates(results.comparison.folder)
     made = []
     for head in results.comparison.heads:
@@ -156,9 +156,9 @@ def _score(value: Any) -> str:
 
 
 def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Everything that was recorded of the comparison, in groups."""
+    """All recorded settings of the comparison, in groups."""
     asked = results.comparison
-    # A commit's first twelve digits, and the sign that there were changes.
+    # The commit's first twelve digits, and + if there were uncommitted changes.
     commit = asked.git and asked.git[:12] + "+" * asked.git.endswith("+")
     budget = {"budget": budget_text(results), "seeds": list(asked.seeds)}
     groups: dict[str, Mapping[str, Any]] = {
@@ -176,7 +176,7 @@ def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _references(results: Results) -> list[tuple[str, Any]]:
-    """The papers of the heads that were compared, each family once."""
+    """The papers of the compared heads, once per family."""
     titles: dict[str, str] = {}
     for head in results.comparison.heads:
         titles.setdefault(head.family, head.title.split(" (")[0])
@@ -185,13 +185,13 @@ def _references(results: Results) -> list[tuple[str, Any]]:
 
 
 def references() -> dict[str, list[dict[str, str]]]:
-    """Papers by family: their text, and a link where there is one."""
+    """Papers by family: text and link, if any."""
     held: dict[str, list[dict[str, str]]] = json.loads(_asset("references.json"))
     return held
 
 
 def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
-    """What was asked, what each run gave, and what the page makes of it; all of it is JSON."""
+    """Settings, results of all runs and the summary, as JSON values."""
     asked, chosen, second = results.comparison, verdict.recommended, verdict.runner_up
     made: dict[str, Any] = finite({
         "schema": 1,
@@ -230,20 +230,20 @@ def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
 
 
 def json_for_script(value: Any) -> Markup:
-    r"""JSON for a ``<script type="application/json">``, the same value and without any markup.
+    r"""JSON for a ``<script type="application/json">``, with markup characters escaped.
 
     Example:
         >>> print(json_for_script({"token": "</script>"}))
         {"token":"\u003c/script\u003e"}
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # A lone surrogate is no text: a file could not be written with it.
+    # UTF-8 does not support lone surrogates.
     text = text.encode("utf-8", "replace").decode("utf-8")
     return Markup(text.translate(_ESCAPES))
 
 
 def content_policy(scripts: list[str]) -> str:
-    """Only these scripts run, and nothing is ever fetched."""
+    """A content security policy that allows only these scripts, and no requests."""
     digests = (hashlib.sha256(code.encode("utf-8")).digest() for code in scripts)
     known = " ".join(f"'sha256-{base64.b64encode(each).decode('ascii')}'" for each in digests)
     return (

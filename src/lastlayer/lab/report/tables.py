@@ -1,4 +1,4 @@
-"""The summary as rows, for the page, for Markdown and for CSV, and settings as lines."""
+"""The summary table for the page, Markdown and CSV, and settings as text."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ _HELP = {
     "peak_memory_mb": "while the run was trained",
     "parameters": "backbone and head together",
 }
-# Full names of settings that are short in files.
+# Full names of settings, which have short names in files.
 _NAMES = {
     "width": "hidden size", "hidden": "hidden size", "batch": "batch size", "lr": "learning rate",
     "body": "backbone", "valid": "validation", "train": "training",
@@ -35,10 +35,10 @@ _NAMES = {
 
 
 class Cell(NamedTuple):
-    """What a table shows of one metric of one head."""
+    """The cell of one metric and one head."""
 
     text: str
-    span: str = ""  # the interval, in small
+    span: str = ""  # the confidence interval, in small type
     sort: float | None = None
     best: bool = False
 
@@ -54,9 +54,9 @@ class Column(NamedTuple):
 
 
 def columns(results: Results, *, telling: bool = True) -> list[Column]:
-    """What was measured, the metric of the ranks first.
+    """The columns of all measured metrics, the ranking metric first.
 
-    ``telling`` leaves out coverage, support and ε-smoothed perplexity where no head is sparse.
+    ``telling`` leaves out coverage, support and ε-smoothed perplexity if no head is sparse.
     """
     metric = results.metric
     found = [_column(metric, "test data, the best model by validation; heads are ranked by it")]
@@ -67,8 +67,8 @@ def columns(results: Results, *, telling: bool = True) -> list[Column]:
                    f"{metric.label}, validation data after {after} of training",
                    metric, lambda s: s.at_equal_seconds),
             Column("gain", metrics.GAIN.label,
-                   "how much better validation became over the last quarter of the steps: where "
-                   "this is much, it is early",
+                   "improvement of validation over the last quarter of the steps: if it is large, "
+                   "the runs are too short",
                    metrics.GAIN,
                    lambda s: None if s.gain is None else Estimate(s.gain, len(s.finished))),
         ]  # fmt: skip
@@ -90,7 +90,7 @@ def _any_sparse(results: Results) -> bool:
 
 
 def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
-    """One cell, which knows whether it is the best of its column."""
+    """The cell of a column and a head; it records whether it is the best of its column."""
     found = column.read(summary)
     if found is None:
         infinite = column.metric.key == "perplexity" and summary.finished
@@ -100,7 +100,7 @@ def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
     telling = len(means) > 1 and column.key not in _NO_BEST
     return Cell(
         column.metric.format(found.mean),
-        # Costs hardly differ between seeds: an interval would say little.
+        # Costs hardly differ between seeds, so an interval is not informative.
         interval(column.metric, found) if column.metric.tested else "",
         found.mean,
         best=telling and len(as_good) == 1,
@@ -108,7 +108,7 @@ def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
 
 
 def baseline(results: Results, chosen: list[Column]) -> list[str]:
-    """What the frequencies of classes alone reach, a cell per column; empty where not measured."""
+    """The row of the frequency baseline, one text per column; empty if not measured."""
     test = results.comparison.baseline.get("test")
     if not isinstance(test, Mapping) or results.baseline() is None:
         return []
@@ -116,13 +116,13 @@ def baseline(results: Results, chosen: list[Column]) -> list[str]:
 
 
 def markdown(results: Results, verdict: Verdict) -> str:
-    """The verdict with all that qualifies it, and the summary as a table."""
+    """The verdict with findings and notes, and the summary table, as Markdown."""
     told = [verdict.sentence, *(f"- {each}" for each in (*verdict.findings, *verdict.notes)), ""]
     return "\n".join([*told, markdown_table(results, columns(results)), note(results), ""])
 
 
 def markdown_table(results: Results, chosen: list[Column]) -> str:
-    """A row per head, best first, and one for the baseline."""
+    """A Markdown table with a row per head, best first, and one for the baseline."""
     heading = ["#", "head", *(c.label for c in chosen), "runs"]
     rows = [heading, ["--:", ":--", *["--:"] * len(chosen), ":--"]]
     for s in results.summaries:
@@ -139,7 +139,7 @@ def _line(cells: list[str]) -> str:
 
 
 def comma_separated(results: Results) -> str:
-    """One row per head: mean and both ends of the interval of everything that was measured."""
+    """CSV with one row per head: mean and both ends of the interval of each metric."""
     chosen = columns(results, telling=False)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -154,12 +154,12 @@ def comma_separated(results: Results) -> str:
 
 
 def _safe(value: object) -> object:
-    """Text that a spreadsheet does not take for a formula."""
+    """Quote text that a spreadsheet would interpret as a formula."""
     return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r") else value
 
 
 def note(results: Results, where: str = "in parentheses") -> str:
-    """How the numbers are to be read."""
+    """A note on means and intervals."""
     most = max((len(s.finished) for s in results.summaries), default=0)
     if most < 2:
         return "One seed: there are no confidence intervals." if most else "No run has finished."
@@ -167,13 +167,13 @@ def note(results: Results, where: str = "in parentheses") -> str:
 
 
 def runs_text(summary: HeadSummary) -> str:
-    """What became of the runs of a head."""
+    """The number of runs of a head and their status."""
     n, status = len(summary.runs), summary.status
     return status if status != "ok" and (n == 1 or "," in status) else f"{n} {status}"
 
 
 def named(key: str) -> str:
-    """A setting as people call it.
+    """The display name of a setting.
 
     Example:
         >>> named("width"), named("rows.valid"), named("valid_size")
@@ -184,9 +184,9 @@ def named(key: str) -> str:
 
 
 def flat(group: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Settings within settings, by their path; what was not set is left out.
+    """Flatten nested settings to paths; empty values are left out.
 
-    What ``description`` repeats of the group that it is in is left out as well.
+    Keys of ``description`` that its group already has are left out as well.
 
     Example:
         >>> flat({"name": "a", "description": {"name": "a", "types": 3}, "limit": None})
@@ -204,7 +204,7 @@ def flat(group: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    """A setting as text.
+    """The value of a setting as text.
 
     Example:
         >>> plain(True), plain(12000), plain(0.001), plain([1, 2])

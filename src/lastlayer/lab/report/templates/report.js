@@ -5,7 +5,7 @@
   const shown = new Set(page.heads);
   const views = new Map();
 
-  // Charts: one view of each figure at a time.
+  // Charts: each figure shows one of its views.
   async function draw(figure, key) {
     const place = figure.querySelector(".chart");
     const name = figure.dataset.figure;
@@ -68,7 +68,7 @@
     chips[0].focus();
   });
 
-  // The table sorts by its headings; what has no value stays last.
+  // Headings sort the table; rows without a value stay last.
   for (const button of all("table.summary [data-sort]")) {
     button.addEventListener("click", () => {
       const heading = button.closest("th");
@@ -121,7 +121,7 @@
     return row;
   }
 
-  // What a head expects after a text.
+  // The predictions of a head for a context.
   function expectation(expected) {
     const most = Math.max(...expected.top.map((each) => each.p ?? 0), 1e-9);
     const list = make("ol");
@@ -134,7 +134,7 @@
     return made;
   }
 
-  // The labels that a head gives a row.
+  // The labels that a head predicts for a row.
   function labelled(expected) {
     const { labels, predicted, found } = expected;
     const listed = (entries) => {
@@ -242,7 +242,7 @@
     setTimeout(() => { copy.textContent = "copy"; }, 1500);
   });
 
-  // Light, dark, or as the system has it. A page opened from a file may have no storage.
+  // Light, dark, or the system's setting. A page opened from a file may have no storage.
   const toggle = document.getElementById("theme");
   const order = ["auto", "light", "dark"];
   const recall = () => { try { return localStorage.getItem("lastlayer-theme"); } catch { return null; } };
