@@ -216,7 +216,9 @@ def masked_classes_have_no_part(suite: MultiLabelLossSuite) -> None:
             right = suite.gradient(clean[:, mask], target[:, mask])
             for score, label in [(score, label) for score in odd for label in (0, 1)]:
                 scores, labels = clean.clone(), target.clone()
-                scores[:, ~mask], labels[:, ~mask] = score, label
+                # As a tensor: a number beyond the range of half precision becomes infinite.
+                scores[:, ~mask] = torch.tensor(score, device=suite.device).to(dtype)
+                labels[:, ~mask] = label
                 rule = f"a masked class with score {score:g} and label {label} has no part"
                 for shown in (mask, mask.expand_as(scores)):
                     found = suite.losses(scores, labels, mask=shown)

@@ -235,7 +235,8 @@ def table_data(
         raise broken(what, "give a file for training too")
     for table in tables.values():
         _check_there(table, columns.text, "text")
-        _check_there(table, [*columns.features, *filter(None, [columns.label])], "label")
+        _check_there(table, columns.features, "features")
+        _check_there(table, [columns.label] if columns.label else [], "label")
     described = {**described, **columns.described}
     if columns.task == "lm":
         return _language(tables, columns, described, reading)
