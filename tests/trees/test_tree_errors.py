@@ -308,7 +308,12 @@ def test_vectors(vectors, options, kind, parts):
         ("cat", {}, TypeError, ("words: expected a list of str, got str",)),
         (3, {}, TypeError, ("words: expected a list of str, got int",)),
         (["cat"], {"counts": [1, 2]}, ValueError, ("counts: expected shape (1,)", "got (2,)")),
-        (["cat"], {"vectors": torch.eye(2)}, ValueError, ("vectors: expected 1", "got 2")),
+        (
+            ["cat"],
+            {"vectors": torch.eye(2)},
+            ValueError,
+            ("vectors: expected one vector per word (1)", "got 2"),
+        ),
         (["cat"], {"vectors": torch.eye(1), "binary": False}, ValueError, ("vectors:", "binary")),
         (["cat"], {"path": "/no/such"}, FileNotFoundError, ("path:", "/no/such", "no index.noun")),
         (
