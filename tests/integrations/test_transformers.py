@@ -636,7 +636,7 @@ def test_models_that_cannot_be_swapped_are_named_with_the_reason():
         (heads.FullSoftmax(D, N + 1), {}, f"head: expected n_classes={N}"),
         (heads.FullSoftmax(D, N, dtype=torch.float64), {}, "head: expected parameters on cpu"),
         (heads.FullSoftmax(D, N, ignore_index=0), {}, "head: expected ignore_index=-100"),
-        (heads.FullSoftmax(D, N), {"z_loss": 0.1}, "z_loss: expected options with a name"),
+        (heads.FullSoftmax(D, N), {"z_loss": 0.1}, "z_loss: expected options only with the name"),
     ],
 )
 def test_bad_arguments(head, options, message):
