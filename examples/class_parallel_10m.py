@@ -1,12 +1,12 @@
-"""Ten million classes in two processes on a CPU, and the peak memory of each.
+"""Train with ten million classes in two processes on a CPU, and print the peak memory of each.
 
     torchrun --nproc-per-node 2 examples/class_parallel_10m.py
     torchrun --nproc-per-node 2 examples/class_parallel_10m.py --head sampled
     python examples/class_parallel_10m.py --classes 100000     # one process, fewer classes
 
-A step of the exact softmax scores every class; one of the sampled softmax looks up the vectors of
-its draws and targets. With both, a process has its half of the table, of the gradient and of the
-optimiser's state, and nobody has the whole.
+A step of the exact softmax computes the scores of all classes; a step of the sampled softmax only
+uses the vectors of samples and targets. In both cases, each process has only its half of the
+weight, of the gradient and of the optimiser state.
 """
 
 import argparse
@@ -25,13 +25,13 @@ WIDTH = 64
 
 
 def peak() -> float:
-    """Gigabytes of this process at most, so far."""
+    """Peak memory of this process so far, in gigabytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def train(head: parallel.ClassParallel, steps: int, rows: int, rank: int) -> None:
-    """A few steps on targets by Zipf's law, with one number per parameter as state."""
+    """Train for a few steps on targets by Zipf's law, with momentum as the only optimiser state."""
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
     draw = torch.Generator().manual_seed(rank)
     for step in range(steps):
@@ -50,12 +50,12 @@ def train(head: parallel.ClassParallel, steps: int, rows: int, rank: int) -> Non
 
 
 def main() -> None:
-    """Build a head of which each process has a part, and train it."""
+    """Build a head that is sharded over processes, and train it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--head", choices=("full", "sampled"), default="full")
     parser.add_argument("--classes", type=int, default=10_000_000)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=8, help="of each process in a step")
+    parser.add_argument("--rows", type=int, default=8, help="batch size of each process")
     options = parser.parse_args()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update({name: each for name, each in alone.items() if name not in os.environ})
@@ -72,7 +72,7 @@ def main() -> None:
         print(parallel.plan(head, mesh, rows=options.rows, optimizer_slots=1, memory=8), flush=True)
     train(head, options.steps, options.rows, rank)
     dist.barrier()
-    print(f"process {rank}: at most {peak():.2f} GB", flush=True)
+    print(f"process {rank}: peak memory {peak():.2f} GB", flush=True)
     dist.destroy_process_group()
 
 

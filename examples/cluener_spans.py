@@ -1,15 +1,15 @@
-"""Named entities of Chinese news as spans: GlobalPointer on a small network over characters.
+"""Named entity recognition in Chinese news with GlobalPointer on a small character network.
 
     python examples/cluener_spans.py FOLDER [--full] [--epochs 4]
 
-FOLDER has ``train.json`` and ``dev.json`` of CLUENER2020, or the same with ``.gz``, one text a
-line, with the last character of a span included, as in this library::
+FOLDER has ``train.json`` and ``dev.json`` of CLUENER2020, or the same with ``.gz``: one text per
+line, with inclusive ends of spans, as in this library::
 
     {"text": "彭小军认为…", "label": {"name": {"彭小军": [[0, 2]]}}}
 
-The data is not part of this project; CLUE gives it out at github.com/CLUEbenchmark/CLUENER2020.
-There are ten types of spans. Nothing is pretrained, so that it takes less than a minute on two idle
-cores; for results as good as published ones put a pretrained encoder in the place of ``Reader``.
+The data is not part of this project; it is available at github.com/CLUEbenchmark/CLUENER2020.
+There are ten types of spans. The network is not pretrained, and training takes less than a minute
+on two idle cores; for results like published ones replace ``Reader`` by a pretrained encoder.
 """
 
 import argparse
@@ -33,14 +33,14 @@ PAIRS, WIDTH = 1 << 14, 128
 
 
 class Text(NamedTuple):
-    """A text and the spans in it: (type, start, end), the end included."""
+    """A text and its spans: (type, start, end), with inclusive ends."""
 
     text: str
     spans: list[tuple[str, int, int]]
 
 
 class Batch(NamedTuple):
-    """Some texts: character ids (texts, n), spans (texts, m, 3), and which ids are characters."""
+    """A batch of texts: character ids (texts, n), spans (texts, m, 3), mask (texts, n)."""
 
     characters: Tensor
     spans: Tensor
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 def read(folder: Path, part: str) -> list[Text]:
-    """The texts of ``part.json`` or ``part.json.gz``."""
+    """Read the texts of ``part.json`` or ``part.json.gz``."""
     path = folder / f"{part}.json"
     packed = path.with_suffix(".json.gz")
     texts = []
@@ -70,7 +70,7 @@ def read(folder: Path, part: str) -> list[Text]:
 
 
 def batches(texts: list[Text], ids: dict[str, int], types: list[str], size: int) -> Iterator[Batch]:
-    """The texts in their order."""
+    """Batches of texts, in the given order."""
     kinds = {kind: place for place, kind in enumerate(types)}
     for first in range(0, len(texts), size):
         some = texts[first : first + size]
@@ -91,7 +91,7 @@ def batches(texts: list[Text], ids: dict[str, int], types: list[str], size: int)
 
 
 class Reader(torch.nn.Module):
-    """Characters and pairs of them to states: embeddings, and convolutions over neighbours."""
+    """Encoder: embeddings of characters and character pairs, followed by convolutions."""
 
     def __init__(self, n_characters: int, width: int = WIDTH) -> None:
         super().__init__()
@@ -101,12 +101,12 @@ class Reader(torch.nn.Module):
             torch.nn.Conv1d(width, 2 * width, 3, padding=reach, dilation=reach) for reach in (1, 2)
         )
         self.dropout = torch.nn.Dropout(0.3)
-        # What training has not seen says nothing.
+        # Pairs that do not occur in training keep a zero embedding.
         torch.nn.init.normal_(self.single.weight, std=0.3)
         torch.nn.init.zeros_(self.pair.weight)
 
     def forward(self, characters: Tensor) -> Tensor:
-        # Pairs of neighbours share the rows of a table by their remainder.
+        # Pairs of neighbouring characters are hashed to the rows of the embedding.
         before = torch.nn.functional.pad(characters, (1, 0))[:, :-1]
         pairs = (before * 7919 + characters) % PAIRS
         states = self.dropout(self.single(characters) + self.pair(pairs)).mT
@@ -117,7 +117,7 @@ class Reader(torch.nn.Module):
 
 @torch.no_grad()
 def evaluate(reader: Reader, head: GlobalPointer, data: list[Batch]) -> tuple[float, float, float]:
-    """Precision, recall and F1 of spans: type, start and end have to be right."""
+    """Precision, recall and F1 of spans; type, start and end must all be correct."""
     reader.eval()
     right = found = there = 0
     for batch in data:
@@ -133,10 +133,10 @@ def evaluate(reader: Reader, head: GlobalPointer, data: list[Batch]) -> tuple[fl
 
 
 def main() -> None:
-    """Train, and say after each epoch how well spans are found."""
+    """Train, and print precision, recall and F1 after each epoch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with train.json and dev.json of CLUENER2020")
-    parser.add_argument("--full", action="store_true", help="vectors of its own for each type")
+    parser.add_argument("--full", action="store_true", help="separate vectors for each type")
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def main() -> None:
 
     began = time.perf_counter()
     for epoch in range(options.epochs):
-        # Texts of about the same length together, batches in any order.
+        # Texts of similar length are in the same batch; batches are in random order.
         random.shuffle(train)
         train.sort(key=lambda each: len(each.text) // 8)
         order = list(batches(train, ids, types, size))

@@ -1,10 +1,10 @@
-"""A BERT that chooses among 100,000 labels, several for each text: ZLPR with a plain Trainer.
+"""Multi-label classification with BERT and 100,000 labels: ZLPR with a plain Trainer.
 
     python examples/many_label_classifier.py [--labels 100000] [--steps 400] [--seed 0]
 
-The data is made: a text has one or two codes in it, written as digits among other words, and its
-labels are these codes. Some codes are much more frequent than others, as labels usually are. The
-label list of a text is two ids; a matrix of zeros and ones would have 100,000 for each.
+The data is synthetic: a text contains one or two codes, written as digits among other words, and
+its labels are these codes. Some codes are much more frequent than others, as is usual for labels.
+The labels of a text are a list of two ids; a dense matrix would have 100,000 columns.
 """
 
 import argparse
@@ -19,9 +19,9 @@ DIGITS, CLS, WORD, N_WORDS = 10, 10, 11, 100
 
 
 def texts(n: int, n_labels: int) -> list[dict[str, Tensor]]:
-    """Token ids and label lists, which -100 fills up."""
+    """Token ids and label lists, which are padded with -100."""
     places = len(str(n_labels - 1))
-    # The label of rank r has a share of about 1/r.
+    # The frequency of the label of rank r is proportional to about 1/r.
     codes = (n_labels ** torch.rand(n, 2)).long().clamp(max=n_labels) - 1
     codes[torch.rand(n) < 0.5, 1] = -100
     powers = 10 ** torch.arange(places - 1, -1, -1)
@@ -33,7 +33,7 @@ def texts(n: int, n_labels: int) -> list[dict[str, Tensor]]:
 
 
 def main() -> None:
-    """Train, and say how many of the labels are among the five best."""
+    """Train, and print the recall of the top five labels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--labels", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=400)
@@ -61,7 +61,7 @@ def main() -> None:
         hidden = model.bert(ids).pooler_output
         best = head_of(model).topk(hidden, 5).classes
     hits = (labels[:, :, None] == best[:, None]).any(-1)[labels >= 0]
-    print(f"{options.labels} labels: {hits.double().mean():.3f} of them among the five best")
+    print(f"{options.labels} labels: recall@5 {hits.double().mean():.3f}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""Which loss for many labels: ZLPR, binary cross entropy, asymmetric and sparsemax on a MULAN set.
+"""Compare multi-label losses on a MULAN dataset: ZLPR, BCE, asymmetric and sparsemax.
 
     python examples/mulan_multilabel.py FOLDER [--steps 600] [--seed 0]
 
-FOLDER has a multi-label set as MULAN gives it out (github.com/tsoumakas/mulan, data/multi-label):
-``name-train.arff`` and ``name-test.arff``, or one ``.arff`` file, packed with gzip or not, and
-``name.xml`` with the names of the labels. The sets are not part of this project. Good ones to start
-with are emotions, scene, yeast and bibtex; all take less than a minute on two cores.
+FOLDER has a multi-label dataset as distributed by MULAN (github.com/tsoumakas/mulan,
+data/multi-label): ``name-train.arff`` and ``name-test.arff``, or a single ``.arff`` file, may be
+compressed with gzip; ``name.xml`` has the names of the labels. The datasets are not part of this
+project. emotions, scene, yeast and bibtex are good ones to start with; each takes less than a
+minute on two cores.
 
-For each loss a linear layer is trained on the training part in the same way, with the weight decay
-that is best on the validation part. Labels are then predicted in two ways: by the rule that comes
-with the loss (a score above 0; for sparsemax a probability above 0), and by a threshold that is
-chosen on the validation part. Expect the losses mostly within a few hundredths of each other once
-thresholds are chosen, and further apart by their own rules: asymmetric and sparsemax predict more
-labels, which may help macro-F1 where labels are rare and costs micro-F1. Which one leads differs
-from set to set, on small ones from seed to seed.
+For each loss a linear layer is trained in the same way, with the weight decay that is best on the
+validation split. Labels are then predicted in two ways: by the default rule of the loss (a score
+above 0; for sparsemax a probability above 0), and by a threshold chosen on the validation split.
+With chosen thresholds, the losses mostly differ by a few hundredths only. They differ more with
+their default rules: asymmetric and sparsemax predict more labels, which may improve macro-F1 for
+rare labels, but reduces micro-F1. Which loss is best depends on the dataset, and for small ones on
+the seed.
 """
 
 import argparse
@@ -36,7 +37,7 @@ BATCH = 128
 
 
 class Rows(NamedTuple):
-    """Features (rows, width), and labels as lists in CSR and as 0 and 1."""
+    """Features (rows, d), and labels both as lists in CSR and as a bool matrix."""
 
     features: Tensor
     indices: Tensor
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
     labels: Tensor
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features and lists of some rows."""
+        """Features and label lists of the given rows."""
         counts = self.offsets.diff()[rows]
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         shift = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], counts)
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Micro- and macro-F1 by the rule of the loss, and with a threshold; its F1 on validation."""
+    """Micro- and macro-F1 by the default rule and with a chosen threshold; validation micro-F1."""
 
     rule: tuple[float, float]
     chosen: tuple[float, float]
@@ -60,7 +61,7 @@ class Result(NamedTuple):
 
 
 def rows_of(part: LabelPart, n_labels: int) -> Rows:
-    """A part as tensors."""
+    """A split as tensors."""
     features = part.features.dense() if isinstance(part.features, SparseRows) else part.features
     features = torch.from_numpy(np.ascontiguousarray(features))
     indices, offsets = (torch.from_numpy(each) for each in part.labels)
@@ -70,7 +71,7 @@ def rows_of(part: LabelPart, n_labels: int) -> Rows:
 
 
 def scaled(data: dict[str, Rows]) -> dict[str, Rows]:
-    """Features of mean 0 and deviation 1; words, which are 0 or 1, as rows of length 1."""
+    """Standardise features; features that are all 0 or 1, such as words, get rows of length 1."""
     known = data["train"].features
     if bool(((known == 0) | (known == 1)).all()):
         return {p: r._replace(features=normalize(r.features)) for p, r in data.items()}
@@ -88,7 +89,7 @@ def f1(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def train(data: Rows, loss: str, weight_decay: float, steps: int, seed: int) -> MultiLabel:
-    """A linear layer after some steps of AdamW."""
+    """Train a linear layer with AdamW."""
     torch.manual_seed(seed)
     head = MultiLabel(data.features.shape[1], data.labels.shape[1], loss)
     optimiser = torch.optim.AdamW(head.parameters(), 0.05, weight_decay=weight_decay)
@@ -106,19 +107,19 @@ def train(data: Rows, loss: str, weight_decay: float, steps: int, seed: int) -> 
 
 @torch.no_grad()
 def certainty(head: MultiLabel, data: Rows) -> Tensor:
-    """What a threshold is put to: scores, or the probabilities of sparsemax."""
+    """The values to threshold: scores, or the probabilities of sparsemax."""
     scores = torch.nn.functional.linear(data.features, head.weight, head.bias)
     return sparsemax(scores) if head.loss == "sparsemax" else scores
 
 
 def best_threshold(values: Tensor, labels: Tensor) -> float:
-    """Of some thresholds the one with the best micro-F1."""
+    """The threshold with the best micro-F1."""
     tried = values.flatten().quantile(torch.linspace(0.3, 0.999, 80)).unique().tolist()
     return max(tried, key=lambda threshold: f1(values > threshold, labels)[0])
 
 
 def compare(data: dict[str, Rows], loss: str, steps: int, seed: int) -> Result:
-    """With the weight decay that is best on the validation part."""
+    """Evaluate a loss, with the weight decay that is best on the validation split."""
     results = []
     for weight_decay in WEIGHT_DECAYS:
         head = train(data["train"], loss, weight_decay, steps, seed)
@@ -137,7 +138,7 @@ def compare(data: dict[str, Rows], loss: str, steps: int, seed: int) -> Result:
 def main() -> None:
     """Train with each loss and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="a MULAN set: .arff files and an .xml file")
+    parser.add_argument("folder", type=Path, help="a MULAN dataset: .arff files and an .xml file")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -148,9 +149,9 @@ def main() -> None:
     print(
         f"{found.name}: {', '.join(f'{len(each.features)} {part}' for part, each in data.items())} "
         f"rows, {found.n_features} features, {found.n_classes} labels, "
-        f"{data['train'].labels.sum(1).double().mean():.2f} a row\n"
+        f"{data['train'].labels.sum(1).double().mean():.2f} per row\n"
     )
-    print(f"{'':12}{'rule of the loss':^20}{'chosen threshold':^20}")
+    print(f"{'':12}{'default rule':^20}{'chosen threshold':^20}")
     print(f"{'loss':12}{'micro-F1':>10}{'macro-F1':>10}{'micro-F1':>10}{'macro-F1':>10}")
     began = time.perf_counter()
     for loss in LOSSES:

@@ -1,20 +1,20 @@
-"""Find the sentence that a sentence follows from: InfoNCE on a bag of words, with SNLI's pairs.
+"""Retrieve the premise of a hypothesis: InfoNCE with a bag-of-words encoder on SNLI pairs.
 
     python examples/snli_retrieval.py FOLDER [--epochs 20] [--seed 0]
 
 FOLDER has pairs of SNLI (nlp.stanford.edu/projects/snli, CC BY-SA 4.0; not part of this project):
-files with ``train`` in their name are trained on, and those with ``dev`` are held out, packed with
-gzip or not. They are JSON lines with ``premise``, ``hypothesis`` and ``label`` (or ``sentence1``,
-``sentence2`` and ``gold_label``, as SNLI itself has them), or lines of label, label, premise and
-hypothesis between tabs, where 3 is entailment. Only pairs of entailment are used.
+files with ``train`` in their name for training, and files with ``dev`` for evaluation, optionally
+compressed with gzip. They are JSON lines with ``premise``, ``hypothesis`` and ``label`` (or
+``sentence1``, ``sentence2`` and ``gold_label``, as in SNLI itself), or lines of label, label,
+premise and hypothesis, separated by tabs, where 3 is entailment. Only entailment pairs are used.
 
-A hypothesis looks for its premise among the premises of its batch, and a premise for its
-hypothesis. Several hypotheses follow from one premise, and "A man is outside" follows from many:
-such pairs are one group, in which nothing is a negative of anything. The encoder is a sum of
-weighted word vectors. It starts as random vectors weighted by rarity, which is a search for common
-words already; training adds which words go together and which of them tell most. With the 6,015
-pairs of a sample of SNLI and 3,329 of its dev part, recall@1 over the held-out premises rises from
-0.32 to 0.36 and recall@10 from 0.56 to 0.62, in less than a minute on two cores; more pairs help.
+The loss classifies the premise of each hypothesis among all premises of the batch, and vice versa.
+A premise may have several hypotheses, and "A man is outside" follows from many premises: such pairs
+are one group, whose members are not used as negatives of each other. The encoder is a weighted sum
+of word vectors. Initially these are random vectors weighted by rarity, which already matches common
+words; training learns related words, and better weights. With a sample of 6,015 pairs of SNLI, and
+3,329 of its dev set, recall@1 over the held-out premises increases from 0.32 to 0.36, and recall@10
+from 0.56 to 0.62, in less than a minute on two cores; more pairs help.
 """
 
 import argparse
@@ -38,17 +38,17 @@ Pair = tuple[str, str]
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file, packed or not."""
+    """The non-empty lines of a file, which may be compressed."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         yield from (line for line in lines if line.strip())
 
 
 def pairs_of(folder: Path, part: str) -> list[Pair]:
-    """(premise, hypothesis) of each pair of entailment in the files of a part."""
+    """(premise, hypothesis) of each entailment pair in the files of a split."""
     files = sorted(path for path in folder.iterdir() if part in path.name)
     if not files:
-        raise SystemExit(f"{folder}: expected a file of SNLI with {part!r} in its name, got none")
+        raise SystemExit(f"{folder}: expected an SNLI file with {part!r} in its name, got none")
     found = []
     for path in files:
         for line in lines_of(path):
@@ -70,7 +70,7 @@ def words_of(text: str) -> list[str]:
 
 
 def groups_of(pairs: list[Pair]) -> Tensor:
-    """One number for pairs that share a premise or a hypothesis, also through others."""
+    """Group ids: connected components of pairs that share a premise or a hypothesis."""
     parent: dict[tuple[str, str], tuple[str, str]] = {}
 
     def root(text: tuple[str, str]) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def groups_of(pairs: list[Pair]) -> Tensor:
 
 
 class Encoder(torch.nn.Module):
-    """The sum of a text's word vectors, each with a weight of its own."""
+    """A weighted sum of the word vectors of a text, with one learned weight per word."""
 
     def __init__(self, counts: Counter[str], n_texts: int, width: int = 256) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Encoder(torch.nn.Module):
 
 @torch.no_grad()
 def recall(encoder: Encoder, pairs: list[Pair]) -> tuple[float, float]:
-    """How often a premise of the hypothesis is first, or among the first ten, of all premises."""
+    """Recall@1 and recall@10 of the premise of each hypothesis, among all premises."""
     premises = {premise: place for place, premise in enumerate(dict.fromkeys(p for p, _ in pairs))}
     keys = torch.nn.functional.normalize(encoder(encoder.packed(list(premises))))
     queries = torch.nn.functional.normalize(encoder(encoder.packed([h for _, h in pairs])))
@@ -129,7 +129,7 @@ def recall(encoder: Encoder, pairs: list[Pair]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Train, and say after each epoch how many premises are found."""
+    """Train, and print recall after each epoch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with pairs of SNLI: train and dev")
     parser.add_argument("--epochs", type=int, default=20)

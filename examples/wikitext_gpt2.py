@@ -1,12 +1,11 @@
-"""Train a small GPT-2 from its configuration on text, with any head and a plain Trainer.
+"""Train a small GPT-2 from scratch on text, with any head and a plain Trainer.
 
     python examples/wikitext_gpt2.py FOLDER [--head full] [--steps 300] [--save FOLDER]
 
-FOLDER has ``train.txt`` and ``valid.txt`` with words between spaces, as WikiText-2 has them (Merity
-et al., 2016, arXiv:1609.07843, CC BY-SA; not part of this project). Its 33,278 words are all
-classes. Heads: full, entmax, topk, adaptive, hierarchical, sampled and others. It prints the loss
-that the head is trained with and the perplexity of the validation text, which for sparse heads may
-be infinite.
+FOLDER has ``train.txt`` and ``valid.txt`` with space-separated words, as in WikiText-2 (Merity et
+al., 2016, arXiv:1609.07843, CC BY-SA; not part of this project). All its 33,278 words are classes.
+Heads: full, entmax, topk, adaptive, hierarchical, sampled and others. The script prints the loss
+of the head and the perplexity on the validation text; perplexity may be infinite for sparse heads.
 """
 
 import argparse
@@ -21,7 +20,7 @@ LENGTH = 64
 
 
 def main() -> None:
-    """Train, and say how well the validation text is predicted."""
+    """Train, and print loss and perplexity on the validation text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with train.txt and valid.txt")
     parser.add_argument("--head", default="full")
@@ -42,7 +41,7 @@ def main() -> None:
     size = {"n_positions": LENGTH, "n_embd": 128, "n_layer": 2, "n_head": 4}
     ends = {"bos_token_id": ids["<eos>"], "eos_token_id": ids["<eos>"]}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(ids), **size, **ends))
-    # Trees, samplers and clusters are made of the counts; other heads have no use for them.
+    # Trees, samplers and clusters are built from the counts; other heads ignore them.
     counts = count_tokens(examples(train), len(ids))
     swap_head(model, options.head, logits="never", statistics=True, counts=counts)
 
@@ -51,7 +50,7 @@ def main() -> None:
         warmup_steps=20, save_strategy="no", report_to=[], dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=examples(train))
-    # Of the statistics, the second is the log-probability of each token after the first.
+    # predictions[1] is the log-probability of each token after the first.
     trainer.compute_metrics = lambda found: {"log_prob": found.predictions[1][:, :-1].mean()}
     trainer.train()
     found = trainer.evaluate(examples(valid))

@@ -181,7 +181,7 @@ def check_refusals() -> None:
         DistributedDataParallel(Wrong())(*given)
     Wrong()(*given).backward()
     hidden, target = batch("huffman", 2)
-    with refused("sparse: expected False for a head that fully_shard"):
+    with refused("sparse: expected False for a head inside fully_shard"):
         fully_shard(make("huffman", sparse=True))(hidden, target)
     model = fully_shard(Model("full"))
     with refused("hidden: expected a head with full parameters", "fully_shard(head)"):

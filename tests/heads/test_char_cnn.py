@@ -399,7 +399,7 @@ def test_it_learns_and_knows_words_it_never_saw():
         ({"words": ["a", 5]}, TypeError, "spellings: expected strings, got int 5 at position 1"),
         ({"words": ["a", ""]}, ValueError, "spellings: .*, got '' at position 1"),
         ({"words": ["a", "b", "a"]}, ValueError, "got 'a' at position 0 and at position 2"),
-        ({"words": ["a", "\ud800"]}, ValueError, r"UTF-8 can write, got '\\ud800' at position 1"),
+        ({"words": ["a", "\ud800"]}, ValueError, r"UTF-8 can encode, got '\\ud800' at position 1"),
         ({"filters": ((2, 4), (9, 4)), "max_length": 8}, ValueError,
          "filters: expected widths up to max_length=8, got 9 at position 1"),
         ({"filters": ()}, ValueError, "filters: expected at least one pair"),

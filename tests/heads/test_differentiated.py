@@ -323,7 +323,7 @@ def test_with_parameters_for_all_there_is_one_band():
         (
             {"bands": [(5, 6), (35, 4)]},
             ValueError,
-            ("bands: expected widths that add up to in_features=12", "6 + 4 = 10", "projections"),
+            ("bands: expected widths that sum to in_features=12", "6 + 4 = 10", "projections"),
         ),
         ({"bands": [(0, 6), (40, 6)]}, ValueError, ("bands: classes at position 0:", "got 0")),
         ({"bands": [(5, 12), (35, 0)]}, ValueError, ("bands: width at position 1:", "got 0")),

@@ -270,7 +270,7 @@ def backward():
         (
             torch.zeros(2, 2, 7, 7, dtype=torch.int64),
             ValueError,
-            "one label per span is torch.bool",
+            "for one label per span use torch.bool",
         ),
         (torch.zeros(2, 7, 7, dtype=torch.bool), ValueError, r"expected shape \(2, 2, 7, 7\)"),
         (backward(), ValueError, r"spans that end where they start or later.*\(0, 5, 3\)"),

@@ -332,6 +332,6 @@ def test_row_sparse_gradients_are_scaled_and_clipped_where_torch_can(name):
 
 def test_rows_are_reduced_only_between_processes():
     head = make("huffman", sparse=True)
-    with pytest.raises(RuntimeError, match="prepare_ddp: expected processes that have met"):
+    with pytest.raises(RuntimeError, match="prepare_ddp: expected a process group"):
         heads.prepare_ddp(head)
     assert heads.prepare_ddp(make("adaptive")) == ["order", "places", "cutoffs"]

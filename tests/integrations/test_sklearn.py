@@ -376,7 +376,7 @@ def test_wrong_options(options, error, message, seed):
 
 def test_wrong_labels(seed):
     features, y = made(seed, "labels")
-    with pytest.raises(ValueError, match="y: expected a row with a label"):
+    with pytest.raises(ValueError, match="y: expected at least one row with a label"):
         SparsemaxClassifier().fit(features, np.zeros_like(y))
     with pytest.raises(ValueError, match="y: expected at least 2 classes, got one"):
         ZLPRClassifier().fit(features, np.ones(len(y)))
@@ -386,7 +386,9 @@ def test_wrong_labels(seed):
         ZLPRClassifier().fit(features, sparse.csr_array(y[:, :1]))
     with pytest.raises(ValueError, match="threshold: expected at least 0 and below 1"):
         SparsemaxClassifier(threshold=1.0).fit(features, y)
-    with pytest.raises(ValueError, match="validation_fraction: expected to leave rows"):
+    with pytest.raises(
+        ValueError, match="validation_fraction: expected to leave rows for training"
+    ):
         ZLPRClassifier(calibrate=True, validation_fraction=0.9).fit(features[:2], y[:2])
     assert (ZLPRClassifier().fit(features, np.zeros_like(y)).predict(features) == 0).all()
 

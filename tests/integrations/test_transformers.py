@@ -352,7 +352,7 @@ def test_a_head_with_parameters_of_its_own_is_not_resized():
     own = heads.FullSoftmax(D, N, bias=False)
     swap_head(model, own)
     assert torch.equal(head_of(model).weight, own.weight)
-    with pytest.raises(ValueError, match="FullSoftmax with parameters of its own"):
+    with pytest.raises(ValueError, match="FullSoftmax with its own parameters"):
         model.resize_token_embeddings(N + 1)
     assert torch.equal(unswap_head(model).lm_head.weight, old)
 
@@ -542,7 +542,7 @@ def test_generation_with_an_assistant_and_with_other_caches(name):
     [
         ({"num_beams": 2}, "custom_generate: expected greedy search or sampling"),
         ({"repetition_penalty": 1.5}, "RepetitionPenaltyLogitsProcessor"),
-        ({"do_sample": True, "temperature": 0.5, "top_k": 0}, "top_k: expected how many"),
+        ({"do_sample": True, "temperature": 0.5, "top_k": 0}, "top_k: expected a number of tokens"),
     ],
 )
 def test_generation_that_needs_all_classes_is_refused(options, message):
@@ -625,18 +625,18 @@ def test_models_that_cannot_be_swapped_are_named_with_the_reason():
         ("no_such", {}, "head: expected one of full, .*got 'no_such'"),
         (3, {}, "head: expected the name of a head"),
         ("zlpr", {}, "one class per token, got MultiLabel"),
-        ("hierarchical", {}, r"counts: expected how often each token occurs.*count_tokens"),
+        ("hierarchical", {}, r"counts: expected the count of each token.*count_tokens"),
         ("sampled", {"counts": [1, 2]}, "counts: expected"),
         ("full", {"logits": "sometimes"}, "logits: expected"),
         ("full", {"statistics": 1}, "statistics: expected True or False"),
         ("full", {"n_classes": 3}, "n_classes: expected none"),
-        ("full", {"logit": "eval"}, "logit: expected an option of FullSoftmax, .* it has"),
+        ("full", {"logit": "eval"}, "logit: expected an option of FullSoftmax, .* options: "),
         (heads.AdaptiveSoftmax, {"k": 3}, "k: expected an option of Adaptive.* cutoffs"),
         (heads.FullSoftmax(D + 1, N), {}, f"head: expected in_features={D}"),
         (heads.FullSoftmax(D, N + 1), {}, f"head: expected n_classes={N}"),
         (heads.FullSoftmax(D, N, dtype=torch.float64), {}, "head: expected parameters on cpu"),
         (heads.FullSoftmax(D, N, ignore_index=0), {}, "head: expected ignore_index=-100"),
-        (heads.FullSoftmax(D, N), {"z_loss": 0.1}, "z_loss: expected options with a name"),
+        (heads.FullSoftmax(D, N), {"z_loss": 0.1}, "z_loss: expected options only with the name"),
     ],
 )
 def test_bad_arguments(head, options, message):
@@ -704,7 +704,9 @@ def test_a_model_without_a_head_is_an_error():
 def test_a_loaded_structured_head_cannot_be_unswapped(tmp_path):
     swap_head(make(), "adaptive", counts=COUNTS).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model: expected one whose former output layer is known"):
+    with pytest.raises(
+        ValueError, match="model: expected one whose original output layer is known"
+    ):
         unswap_head(loaded)
     ids, labels = tokens()
     assert loaded(input_ids=ids, labels=labels).loss > 0

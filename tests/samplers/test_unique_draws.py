@@ -82,7 +82,7 @@ def test_one_draw_is_a_draw():
 def test_classes_without_a_probability_are_never_drawn():
     table = Inclusion(torch.tensor([0.5, 0.0, 0.25, 0.25, 0.0], dtype=torch.float64), 3)
     assert table.draw("fixed", torch.tensor([0, 0])).tolist() == [0, 2, 3]
-    with pytest.raises(ValueError, match="n: expected at most 3, the classes that have"):
+    with pytest.raises(ValueError, match="n: expected at most 3, the classes with"):
         Inclusion(torch.tensor([0.5, 0.0, 0.25, 0.25, 0.0], dtype=torch.float64), 4)
 
 

@@ -41,7 +41,7 @@ def broken_maps():
     return {
         "rows sum to 1": lambda s: softmax(s) * 1.001,
         "rows sum to 1, scale 1, offset 1e+06": lambda s: sparsemax(s) * _at_a_million(s),
-        "dtype and shape stay": lambda s: sparsemax(s).float(),
+        "dtype and shape do not change": lambda s: sparsemax(s).float(),
         "not negative": lambda s: (
             sparsemax(s)
             + torch.where(torch.arange(s.shape[-1]) == 0, 0.5, 0.0).to(s.dtype)
@@ -188,12 +188,12 @@ def flat_hessian(scores, target, reduction="mean"):
 @pytest.mark.parametrize(
     ("loss", "rule"),
     [
-        (smoothed_wrong, "a loss is 0 where the map hits the target"),
+        (smoothed_wrong, "a loss is 0 if the map equals the target"),
         (through_the_map, "the gradient is map(scores) - target"),
         (averaged_over_all, "the mean is over the rows that are not ignored"),
         (counts_none_as_nothing, "with ignore_index=None every target counts"),
         (unweighted_mean, "a row counts with the weight of its target, reduction='mean'"),
-        (long_ids_alone, "class ids of torch.uint8 are those of int64"),
+        (long_ids_alone, "class ids of torch.uint8 give the results of int64"),
     ],
 )
 def test_a_broken_loss_is_told_its_rule(loss, rule):

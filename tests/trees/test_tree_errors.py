@@ -23,14 +23,14 @@ def raises(kind, *parts):
         ([], [], ("child_start: expected offsets from 0 to len(child) = 0", "got none")),
         ([0, 3], [~0, ~1], ("child_start:", "= 2", "got 0 to 3")),
         ([1, 2], [~0, ~1], ("child_start:", "got 1 to 2")),
-        ([0, 1], [~0], ("two children or more", "got 1 for node 0", "from_parents")),
-        ([0, 3, 2], [1, ~0], ("two children or more", "got -1 for node 1")),
+        ([0, 1], [~0], ("at least two children", "got 1 for node 0", "from_parents")),
+        ([0, 3, 2], [1, ~0], ("at least two children", "got -1 for node 1")),
         ([0, 2, 4], [2, ~0, ~1, ~2], ("child:", "1 at position 0, got 2")),
-        ([0, 2, 4], [~3, ~0, ~1, ~2], ("child: expected the 1 inner nodes", "got 0")),
+        ([0, 2, 4], [~3, ~0, ~1, ~2], ("child: expected each of the 1 inner nodes", "got 0")),
         ([0, 2, 4, 6], [1, ~0, ~1, ~2, 2, ~3], ("node 2 below node 2, a cycle",)),
-        ([0, 3], [~0, ~2, ~3], ("from 0 to 3, class 1 is missing",)),
-        ([0, 3], [~1, ~2, ~1], ("from 0 to 2, class 0 is missing",)),
-        ([0, 2], [~1, ~(2**40)], ("class 0 is missing",)),
+        ([0, 3], [~0, ~2, ~3], ("from 0 to 3, got none for class 1",)),
+        ([0, 3], [~1, ~2, ~1], ("from 0 to 2, got none for class 0",)),
+        ([0, 2], [~1, ~(2**40)], ("got none for class 0",)),
         ([0, 3], [~0, ~1, ~0], ("got class 0 at positions 0 and 2", "overlap=True")),
     ],
 )
@@ -52,7 +52,7 @@ def test_types_of_arrays():
 @pytest.mark.parametrize(
     ("labels", "kind", "parts"),
     [
-        (["a", "b"], ValueError, ("labels: expected 3, one for each class, got 2",)),
+        (["a", "b"], ValueError, ("labels: expected one name per class (3), got 2",)),
         (["a", "", "c"], ValueError, ("labels:", "got '' for class 1")),
         (["a", "b", "a"], ValueError, ("labels:", "got 'a' for classes 0 and 2")),
         (["a", "b", 3], TypeError, ("labels: expected a list of str, got int for class 2",)),
@@ -71,7 +71,7 @@ def test_labels(labels, kind, parts):
     ):
         with raises(kind, *parts):
             build()
-    with raises(ValueError, "node_labels: expected 1, one for each inner node, got 2"):
+    with raises(ValueError, "node_labels: expected one name per inner node (1), got 2"):
         Tree([0, 2], [~0, ~1], node_labels=["", ""])
 
 
@@ -146,7 +146,7 @@ def test_numbers_of_counts():
         (
             lambda: trees.balanced(5, 4).collapse(3),
             ValueError,
-            ("arity: expected at least 4, the most children in the tree, got 3",),
+            ("arity: expected at least 4, the max_arity of the tree, got 3",),
         ),
         (lambda: TREE.step_cost(None, 0), ValueError, ("in_features: expected at least 1, got 0",)),
     ],
@@ -173,7 +173,7 @@ def test_classes_that_are_none(c, kind, parts):
 
 
 def test_a_label_where_there_are_none():
-    with raises(ValueError, "c: expected a class id, as the tree has no labels, got 'a'"):
+    with raises(ValueError, "c: expected a class id, since the tree has no labels, got 'a'"):
         trees.balanced(3).code("a")
 
 
@@ -187,14 +187,19 @@ def test_a_label_where_there_are_none():
             [-1, -1, 0, 1],
             None,
             ValueError,
-            ("one root, got 2, among them 0 and 1", "common parent"),
+            ("one root, got 2, including 0 and 1", "common parent"),
         ),
         ([1, 2, 0], None, ValueError, ("got a cycle: ", " → ")),
         ([0], None, ValueError, ("got a cycle: 0 → 0",)),
         ([-1, 0, 0, 4, 3, 3, 4], None, ValueError, ("got a cycle: ", "3 → ", "4")),
-        ([-1, 0, 0], [1], ValueError, ("classes: expected all nodes without", "node 2 is missing")),
+        (
+            [-1, 0, 0],
+            [1],
+            ValueError,
+            ("classes: expected all nodes without", "got none for node 2"),
+        ),
         ([-1, 0, 0], [1, 1], ValueError, ("classes:", "got node 1 for classes 0 and 1")),
-        ([-1, 0, 0], [1, 0], ValueError, ("got node 0 for class 1", "a leaf of its own")),
+        ([-1, 0, 0], [1, 0], ValueError, ("got node 0 for class 1", "add a leaf for the class")),
         (
             [-1, 0, 0],
             [1, 9],
@@ -205,14 +210,14 @@ def test_a_label_where_there_are_none():
         ("abc", None, TypeError, ("parents:", "got str")),
         ({}, None, ValueError, ("parents: expected at least one node",)),
         ({"a": "b", "b": "a"}, None, ValueError, ("got a cycle: 'a' → 'b' → 'a'",)),
-        ({"a": "b", "c": "d"}, None, ValueError, ("one root, got 2, among them 'b' and 'd'",)),
+        ({"a": "b", "c": "d"}, None, ValueError, ("one root, got 2, including 'b' and 'd'",)),
         ({"a": "b", "c": 3}, None, TypeError, ("parents: expected names as str", "got int", "'c'")),
         ({"a": "b", None: "b"}, None, TypeError, ("parents:", "{None: 'b'}")),
         ({"a": "b", "": "b"}, None, ValueError, ("parents: expected names, got ''",)),
         ({"a": "b", "c": ""}, None, ValueError, ("parents: expected names, got ''", "'c'")),
         ({"a": "r", "b": "r"}, ["a", "z"], ValueError, ("classes:", "got 'z' for class 1")),
         ({"a": "r", "b": "r"}, ["a", "a"], ValueError, ("classes:", "'a' for classes 0 and 1")),
-        ({"a": "r", "b": "r"}, ["a"], ValueError, ("classes:", "node 'b' is missing")),
+        ({"a": "r", "b": "r"}, ["a"], ValueError, ("classes:", "got none for node 'b'")),
         ({"a": "r", "b": "r"}, "ab", TypeError, ("classes: expected a list of names, got str",)),
     ],
 )
@@ -222,7 +227,7 @@ def test_parents(parents, classes, kind, parts):
 
 
 def test_labels_beside_names():
-    with raises(ValueError, "labels: expected None where parents are names"):
+    with raises(ValueError, "labels: expected None if parents are names"):
         trees.from_parents({"a": "r", "b": "r"}, labels=["a", "b"])
 
 
@@ -236,15 +241,15 @@ def test_a_long_cycle_is_not_told_in_full():
     ("codes", "kind", "parts"),
     [
         ([], ValueError, ("codes: expected at least one class, got none",)),
-        (["0", "01", "1"], ValueError, ("no code to begin another", "[0] of class 0", "class 1")),
+        (["0", "01", "1"], ValueError, ("no code that is a prefix", "[0] of class 0", "class 1")),
         (["0", "10", "10"], ValueError, ("got [1, 0] for classes 1 and 2",)),
-        (["0", "10"], ValueError, ("got position 0 alone below [1], on the way to class 1",)),
-        (["0"], ValueError, ("got position 0 alone below the root", "class 0")),
-        (["0", "2"], ValueError, ("without a gap, got none of 1 but 2 below the root", "class 1")),
-        ([[0], [10**12]], ValueError, ("without a gap, got none of 1", "class 1")),
+        (["0", "10"], ValueError, ("got only position 0 below [1], on the path to class 1",)),
+        (["0"], ValueError, ("got only position 0 below the root", "class 0")),
+        (["0", "2"], ValueError, ("without a gap, got no 1 but 2 below the root", "class 1")),
+        ([[0], [10**12]], ValueError, ("without a gap, got no 1 but", "class 1")),
         ([[0], [2**62], [2**62, 1]], ValueError, ("codes:",)),
         ([[0], [-1]], ValueError, ("positions of at least 0, got -1 for class 1 at position 0",)),
-        ([[0], []], ValueError, ("a position or more for each class, got none for 1",)),
+        ([[0], []], ValueError, ("at least one position per class, got none for class 1",)),
         (["0", "1x"], ValueError, ("got 'x' for class 1 at position 1",)),
         (["0", "1é"], ValueError, ("got 'é' for class 1 at position 1",)),
         ([[0], [1.5]], ValueError, ("got 1.5 for class 1 at position 0",)),
@@ -255,7 +260,7 @@ def test_a_long_cycle_is_not_told_in_full():
         (7, TypeError, ("codes: expected for each class", "got int")),
         (np.array([0, 1]), ValueError, ("(n_classes, longest)", "got int64 of shape (2,)")),
         (np.array([[0.0], [1.0]]), ValueError, ("an integer array", "got float64")),
-        (np.array([[0, -1], [-1, 1]]), ValueError, ("-1 after the end", "for class 1")),
+        (np.array([[0, -1], [-1, 1]]), ValueError, ("-1 only after the end", "for class 1")),
         (np.array([[0], [-2]]), ValueError, ("got -2 for class 1 at position 0",)),
     ],
 )
@@ -303,7 +308,12 @@ def test_vectors(vectors, options, kind, parts):
         ("cat", {}, TypeError, ("words: expected a list of str, got str",)),
         (3, {}, TypeError, ("words: expected a list of str, got int",)),
         (["cat"], {"counts": [1, 2]}, ValueError, ("counts: expected shape (1,)", "got (2,)")),
-        (["cat"], {"vectors": torch.eye(2)}, ValueError, ("vectors: expected 1", "got 2")),
+        (
+            ["cat"],
+            {"vectors": torch.eye(2)},
+            ValueError,
+            ("vectors: expected one vector per word (1)", "got 2"),
+        ),
         (["cat"], {"vectors": torch.eye(1), "binary": False}, ValueError, ("vectors:", "binary")),
         (["cat"], {"path": "/no/such"}, FileNotFoundError, ("path:", "/no/such", "no index.noun")),
         (
@@ -323,7 +333,7 @@ def test_words(words, options, kind, parts):
 
 def test_saving_where_no_file_can_be(tmp_path):
     pytest.importorskip("safetensors")
-    with raises(FileNotFoundError, "path: expected a file in an existing folder", "nowhere"):
+    with raises(FileNotFoundError, "path: expected a file in a folder that exists", "nowhere"):
         TREE.save(tmp_path / "nowhere" / "tree.safetensors")
     with raises(IsADirectoryError, "path: expected a file, got the folder"):
         TREE.save(tmp_path)

@@ -1,4 +1,4 @@
-"""The base class of all heads, and what they share: checks, chunks, top-k, sampling, saving."""
+"""The base class of all heads, with shared checks, chunks, top-k, sampling and saving."""
 
 import inspect
 import json
@@ -298,7 +298,7 @@ class Head(SavedModule, ABC):
     :func:`lastlayer.testing.check_head` checks the behaviour that is documented here.
 
     A subclass calls ``self._check_hidden(hidden)`` first. Tables that follow from the
-    constructor's arguments, such as index tensors, are made in ``_make_tables(self, device)`` as
+    constructor's arguments, such as index tensors, are built in ``_make_tables(self, device)`` as
     plain attributes, not as buffers. They are then correct and on the right device even after the
     meta device, ``to_empty``, ``load_state_dict(assign=True)`` and the loaders of other libraries.
 

@@ -1,4 +1,4 @@
-"""The softmax over words whose vectors are made from their spellings, exact."""
+"""Exact softmax over words, with class vectors computed from their spelling by a CNN."""
 
 import math
 import operator
@@ -21,49 +21,47 @@ from lastlayer.fused.recompute import in_chunks
 from lastlayer.heads.base import ScoredHead, all_in_dtype
 from lastlayer.heads.recipes import Recipe
 
-# The bytes of UTF-8, the marks of a word, and what a window sees after the end of a word.
+# Symbols: the bytes of UTF-8, begin and end of a word, and padding after its end.
 BEGIN, END, AFTER = 256, 257, 258
 N_SYMBOLS = 259
-# What backward may keep of all classes, roughly; beyond that it is computed again.
+# Approximate limit of activations kept for backward; with more, they are recomputed.
 _KEPT_BYTES = 1_000_000_000
-# Numbers kept for each feature and layer of a class: layers, gates, places of the largest.
+# Activations per class, feature and layer: layers, gates, indices of maxima.
 _KEPT_NUMBERS = 8
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
 
 
 class CharCNNSoftmax(ScoredHead):
-    r"""Softmax and cross entropy, with class vectors that a character CNN reads off the spelling.
+    r"""Softmax and cross entropy, with class vectors computed by a CNN from the spelling of words.
 
     .. math:: \log p_c = \theta_c - \log \sum_j e^{\theta_j}, \qquad
               \theta_c = h \cdot \bigl(P\, \mathrm{cnn}(\text{spelling}_c) + M k_c\bigr) + b_c
 
-    A word is the bytes of its UTF-8 text between a mark for its begin and one for its end, of which
-    the first ``max_length`` bytes are read. Filters of several widths run over their embeddings;
-    each gives its largest value over the word. Highway layers and a projection P make a vector
-    of it. Words of like spelling get like vectors, so a small correction :math:`k_c` is learned
-    for each class, which M spreads over ``in_features``.
+    A word is the first ``max_length`` bytes of its UTF-8 text, between a begin and an end symbol.
+    Convolutions of several widths run over the byte embeddings, followed by max pooling over the
+    word, highway layers, and a projection P. Words with similar spelling have similar vectors, so
+    each class also has a small learned correction :math:`k_c`, which M maps to ``in_features``.
 
-    Choose it where the parameters of a full layer are too many, or where words that were never
-    seen have to be scored: :meth:`add_classes`. It is no faster than :class:`FullSoftmax`.
+    Choose it if a full layer has too many parameters, or to score words that were not seen in
+    training: :meth:`add_classes`. It is not faster than :class:`FullSoftmax`.
 
-    Cost: that of :class:`FullSoftmax`, and each training step computes the vectors of all classes
-    and their gradients, however few rows there are: some 4 million multiplications per class with
-    the default filters. Where no gradient is recorded, vectors are kept until a parameter changes.
-    Backward keeps about 1 GB of activations; beyond that they are computed again, chunk by chunk.
+    Cost: that of :class:`FullSoftmax`, plus, for any batch size, the vectors of all classes and
+    their gradients: about 4 million multiplications per class with the default filters. Without
+    gradients, vectors are cached until a parameter changes. Backward keeps about 1 GB of
+    activations; if there are more, they are recomputed chunk by chunk.
 
     Args:
         in_features: size of the hidden state.
-        spellings: one word per class, none of them twice; neither case nor Unicode's ways to write
-            the same letter are made equal.
+        spellings: one unique word per class; there is no normalisation of case or Unicode.
         correction: size of :math:`k_c`; 0 for no correction.
-        bias: whether each class has a bias: how frequent a word is shows little in its spelling.
+        bias: whether each class has a bias; the spelling says little about word frequency.
         char_features: size of the embedding of a byte.
-        filters: pairs (width in bytes, how many filters of this width).
-        highway_layers: how many there are; 0 for none.
-        max_length: bytes of a word that are read. Longer words that begin with the same ones
-            differ by their correction and bias alone.
-        chunk_classes: classes whose vectors are computed at a time, or "auto".
-        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
+        filters: pairs (width in bytes, number of filters of this width).
+        highway_layers: number of highway layers, may be 0.
+        max_length: maximum number of bytes of a word. Longer words that begin with the same bytes
+            differ only by their correction and bias.
+        chunk_classes: number of classes whose vectors are computed at a time, or "auto".
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as in ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -144,19 +142,19 @@ class CharCNNSoftmax(ScoredHead):
         rows = torch.empty(self.n_classes, correction, **made) if correction else None
         self.register_parameter("corrections", None if rows is None else Parameter(rows))
         self.correct = Linear(correction, in_features, bias=False, **made) if correction else None
-        # What the kept vectors were made of, its parameters, their values, and the vectors.
+        # The cached vectors: their key, the parameters, values of the parameters, and the vectors.
         self._kept: tuple[Any, list[Tensor], list[Tensor] | None, Tensor] | None = None
         # Whether a gradient was recorded since train() or eval() was called.
         self._recorded = False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters; makes a head whole after meta and ``to_empty``."""
+        """Reinitialises the parameters; completes ``to_empty`` after meta."""
         self.cnn.reset_parameters()
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
         if self.corrections is not None and self.correct is not None:
-            # Small beside what the spelling says, but not 0: then M would get no gradient.
+            # Small compared with the vectors of the CNN, but not 0, so that M gets a gradient.
             torch.nn.init.normal_(self.corrections, std=0.1)
             bound = 1.0 / math.sqrt(self.correction * self.in_features)
             torch.nn.init.uniform_(self.correct.weight, -bound, bound)
@@ -169,14 +167,14 @@ class CharCNNSoftmax(ScoredHead):
     def class_vectors(self) -> Tensor:
         """The vectors of all classes, ``(n_classes, in_features)``.
 
-        They are in the dtype of the head, or of autocast where it is on, and differentiable, so
-        every fused loss can be trained on them. Call it once per step. Do not write to them.
+        They are in the dtype of the head, or of autocast, and differentiable, so that they work
+        with every fused loss. Call this once per step. Do not modify the result.
 
-        Where no gradient is recorded, the vectors of the last call are returned again until a
-        parameter changes. A fused optimiser changes them unseen, so their values are compared,
-        which waits for a GPU; but not in eval mode, where no gradient was recorded since ``eval()``
-        and no parameter has a ``grad``. There what is written through ``parameter.data`` or by
-        another process is not seen; call ``eval()`` again.
+        Without gradients, the vectors of the last call are cached until a parameter changes. A
+        fused optimiser may not increase a parameter's version, so values are compared, which is a
+        host sync. They are not compared in eval mode, if no gradient has been recorded since
+        ``eval()`` and no parameter has a ``grad``: changes through ``parameter.data`` or by another
+        process are not detected then; call ``eval()`` again.
 
         Example:
             >>> import torch
@@ -197,12 +195,12 @@ class CharCNNSoftmax(ScoredHead):
         settled = not (self.training or self._recorded) and all(
             each.is_leaf and each.grad is None for each in parameters
         )
-        # The version counts what is written in place, the pointer tells what is put in its place.
+        # The version changes with in-place writes, the pointer if the memory is replaced.
         state = [(each._version, each.data_ptr(), each.dtype, each.device) for each in parameters]
         now = autocast_dtype(parameters[0]), torch.is_inference_mode_enabled(), state
         if self._kept is not None:
             made_of, before, values, vectors = self._kept
-            # The very same parameters: that they are held here keeps their addresses from others.
+            # Identity is safe: a reference is held, so no other tensor can have the same address.
             same = now == made_of and all(map(operator.is_, before, parameters))
             if same and (settled if values is None else all(map(torch.equal, values, parameters))):
                 return vectors
@@ -218,22 +216,22 @@ class CharCNNSoftmax(ScoredHead):
         corrected: Tensor = vectors + self.correct(self.corrections)
         return corrected
 
-    # Not in inference mode, whose tensors could never be trained.
+    # Not in inference mode, since inference tensors cannot be trained.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def add_classes(self, spellings: Sequence[str]) -> range:
-        """Add classes after the present ones. Their words are scored by spelling at once.
+        """Adds classes, whose words can be scored by their spelling without training.
 
-        Their corrections start at 0, and their biases at the mean of those there are: most
-        classes are rare, so that is a rare word. The words of all classes are read again: add
-        many at a time.
+        Their corrections are 0, and their biases the mean of the existing ones, which is that of a
+        rare word, since most classes are rare. All words are processed again, so add many classes
+        in one call.
 
-        ``corrections`` and ``bias`` become new parameters with more rows. Make a new optimiser: an
-        older one goes on with the parameters that it knows, and never steps these two. The other
-        parameters, and all of them where the head has neither correction nor bias, are as before.
+        ``corrections`` and ``bias`` become new parameters with more rows. Create a new optimiser
+        afterwards, since the old one keeps updating the old tensors. All other parameters stay the
+        same.
 
         Args:
-            spellings: words that are no classes yet.
+            spellings: words that are not classes yet.
 
         Returns:
             The new class ids.
@@ -271,7 +269,7 @@ class CharCNNSoftmax(ScoredHead):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy starts without kept vectors.
+        # A copy starts without cached vectors.
         return {**self.__dict__, "_kept": None}
 
     def extra_repr(self) -> str:
@@ -280,12 +278,12 @@ class CharCNNSoftmax(ScoredHead):
 
 
 def _longer(parameter: Parameter, more: Tensor) -> Parameter:
-    """A new parameter: the state of an optimiser for the old one has too few rows for it."""
+    """A new parameter with more rows; optimiser state of the old one would have a wrong shape."""
     return Parameter(torch.cat([parameter, more]), requires_grad=parameter.requires_grad)
 
 
 def _all_parameters(module: torch.nn.Module) -> list[Tensor]:
-    """``list(module.parameters())``, which makes the name of each and takes five times as long."""
+    """``list(module.parameters())``, but five times faster, since it builds no names."""
     found: list[Tensor] = [each for each in module._parameters.values() if each is not None]
     for part in module._modules.values():
         if part is not None:
@@ -294,7 +292,7 @@ def _all_parameters(module: torch.nn.Module) -> list[Tensor]:
 
 
 def _has_no_version(parameter: Tensor) -> bool:
-    """Whether nothing tells when such a tensor changes."""
+    """Whether changes of such a tensor cannot be detected."""
     return (
         parameter.is_inference()
         or type(parameter) not in (Tensor, Parameter)
@@ -303,7 +301,7 @@ def _has_no_version(parameter: Tensor) -> bool:
 
 
 def check_spellings(name: str, spellings: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Words that are not empty, each of them once, none of them known."""
+    """Checks that words are non-empty, unique, and not in ``known``."""
     if isinstance(spellings, (str, bytes)) or not hasattr(spellings, "__iter__"):
         raise TypeError(f"{name}: expected a list of strings, got {type(spellings).__name__}")
     words = tuple(spellings)
@@ -316,31 +314,32 @@ def check_spellings(name: str, spellings: Any, known: Sequence[str] = ()) -> tup
                 f"{name}: expected strings, got {type(word).__name__} {word!r} at position {i}"
             )
         if not word:
-            raise ValueError(f"{name}: expected words of a letter or more, got '' at position {i}")
+            raise ValueError(f"{name}: expected non-empty words, got '' at position {i}")
         if word in place:
             first = place[word]
             new = first - len(known)
             where = f"as class {first} already" if new < 0 else f"at position {new}"
             raise ValueError(
-                f"{name}: expected each word once, got {word!r} {where} and at position {i}"
+                f"{name}: expected unique words, got {word!r} {where} and at position {i}"
             )
         place[word] = len(known) + i
         try:
             word.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{name}: expected text that UTF-8 can write, got {word!r} at position {i}: "
+                f"{name}: expected text that UTF-8 can encode, got {word!r} at position {i}: "
                 f"{error.reason}"
             ) from error
     return words
 
 
 class Words:
-    """Some words as tensors. They are no state: spellings make them again.
+    """Words as tensors of n-grams. They are not part of the state, since spellings determine them.
 
-    A window of each width begins at every symbol of a word, marks included; of a long word the
-    first bytes alone are read. ``starts`` ``(n_words,)`` says where the windows of each word begin;
-    ``symbols[i]`` has the distinct ones of the i-th width, and ``windows[i]`` which each window is.
+    A window of each width starts at every symbol of a word, including begin and end; of long words
+    only the first bytes are used. ``starts`` ``(n_words,)`` is the first window of each word,
+    ``symbols[i]`` has the unique windows of the i-th width, and ``windows[i]`` the index of each
+    window in ``symbols[i]``.
     """
 
     def __init__(
@@ -358,7 +357,7 @@ class Words:
         self.windows = [self.starts] * len(widths)
         place, end_of_word = np.arange(len(symbols)), ends.repeat(lengths)
         columns, rank = [symbols], np.zeros_like(symbols)
-        # Each width from the one before: a code never outgrows its integer.
+        # Codes of each width are built from ranks of the previous one, so that they fit into int64.
         for width in range(1, max(widths) + 1):
             codes = rank * N_SYMBOLS + columns[-1]
             _, first, rank = np.unique(codes, return_index=True, return_inverse=True)
@@ -374,7 +373,7 @@ def _ids(values: Any, device: torch.device) -> Tensor:
 
 
 class Highway(Module):
-    """A layer that a gate mixes with its input."""
+    """Highway layer: a gate mixes its input with a nonlinear layer."""
 
     def __init__(self, features: int, **made: Any) -> None:
         super().__init__()
@@ -383,7 +382,7 @@ class Highway(Module):
 
     def reset_parameters(self) -> None:
         self.linear.reset_parameters()
-        # A gate that is nearly shut lets a deep stack begin as the identity.
+        # The gates are almost closed at first, so that a deep stack starts near the identity.
         torch.nn.init.constant_(self.linear.bias.chunk(2)[1], -2.0)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -393,7 +392,7 @@ class Highway(Module):
 
 
 class CharCNN(Module):
-    """One vector of ``out_features`` numbers for each of the words."""
+    """Computes one vector ``(out_features,)`` per word."""
 
     def __init__(
         self,
@@ -411,7 +410,7 @@ class CharCNN(Module):
             Linear(width * char_features, number, **made) for width, number in filters
         )
         self.highway = ModuleList(Highway(self.features, **made) for _ in range(highway_layers))
-        # A bias would add the same number to all scores of a row, which no softmax sees.
+        # No bias: it would shift all scores of a row equally, which does not change a softmax.
         self.project = Linear(self.features, out_features, bias=False, **made)
         self.reset_parameters()
 
@@ -419,18 +418,18 @@ class CharCNN(Module):
         self.chars.reset_parameters()
         for layer in (*self.filters, *self.highway):
             layer.reset_parameters()
-        # Scores then differ between classes about as much as those of a fresh nn.Linear.
+        # Scores then vary between classes about as much as those of a new nn.Linear.
         bound = 3.0 / math.sqrt(self.features * self.project.out_features)
         torch.nn.init.uniform_(self.project.weight, -bound, bound)
 
     def vectors(self, chunks: Sequence[Words]) -> Tensor:
-        """Those of all chunks; of more than one, backward computes each of them again."""
+        """The vectors of all chunks; if there are several, backward recomputes each of them."""
         if len(chunks) == 1:
             return self(chunks[0])  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
             return torch.cat([self(words) for words in chunks])
         if torch.compiler.is_compiling():
-            # A compiler sees no change in place; it only has to be told to recompute.
+            # Compiled code needs no check for in-place changes, so torch's checkpoint is enough.
             return torch.cat([
                 checkpoint(self, words, use_reentrant=False, preserve_rng_state=False)
                 for words in chunks
@@ -457,12 +456,12 @@ class CharCNN(Module):
         return vectors
 
     def _largest(self, words: Words) -> Tensor:
-        """What each filter finds at most in each word. ReLU comes later: the same for less work."""
+        """The maximum of each filter over each word; ReLU is applied later, on fewer elements."""
         found = []
-        # Rounded by autocast, near ties would go to the wrong n-gram, and its gradient with them.
+        # With the rounding of autocast, near ties would send the gradient to the wrong n-gram.
         with torch.autocast(words.starts.device.type, enabled=False):
             for i, layer in enumerate(self.filters):
-                # Words share most of their n-grams: a filter sees each of them once.
+                # Words share most of their n-grams, so filters are applied to unique ones only.
                 seen = layer(self.chars(words.symbols[i]).flatten(1))
                 found.append(embedding_bag(words.windows[i], seen, words.starts, mode="max"))
         return torch.cat(found, -1)
@@ -470,7 +469,7 @@ class CharCNN(Module):
     def spell(
         self, words: Sequence[str], max_length: int, chunk: int | str, device: torch.device
     ) -> list[Words]:
-        """The words as this network reads them, in chunks whose vectors are made at a time."""
+        """The words as tensors, in chunks whose vectors are computed together."""
         if isinstance(chunk, str):
             layers = 1 + len(self.highway)
             kept = _KEPT_NUMBERS * layers * self.features * self.project.weight.element_size()

@@ -44,27 +44,27 @@ class DifferentiatedSoftmax(RankedHead):
     .. math:: \theta_c = \langle w_c, h_{b(c)} \rangle + b_c, \qquad
               \log p_c = \theta_c - \log \sum_j e^{\theta_j}
 
-    where :math:`h_b` is what the band of a class sees of the hidden state: its own slice of it
-    ("slices"), or a projection :math:`P_b h` of all of it ("projections"). As a matrix of all
-    classes the weight would be block-diagonal, and it is never made.
+    where :math:`h_b` is the input of the band of a class: a slice of the hidden state ("slices"),
+    or a projection :math:`P_b h` of all of it ("projections"). With slices this is a full softmax
+    with a block-diagonal weight, of which only the blocks are stored.
 
-    Choose it where most classes are too rare to fill a whole vector: it has the parameters and the
-    products of the bands alone, and every class still competes with every other, in one normaliser.
+    Choose it if most classes are too rare for a full vector: it saves parameters and
+    multiplications, and still has a single normaliser over all classes.
 
-    Cost: a training step is three products of rows × classes × width for each band. A chunk of
-    scores is held at a time; gradients are made in the forward pass, and with
-    ``reduction="none"`` in a second one. "projections" adds products of rows × in_features × all
-    widths.
+    Cost: three products of rows × classes × width for each band per training step. One chunk of
+    scores is held at a time; gradients are computed in the forward pass, and with
+    ``reduction="none"`` in a second pass. "projections" adds products of rows × in_features × the
+    sum of widths.
 
     Args:
         in_features: size of the hidden state.
         bands: ``[(classes, width), …]``, the most frequent classes first. In "slices" the widths
-            add up to in_features. :func:`bands_from_counts` chooses them for you.
-        order: all classes, the most frequent first; else 0, 1, 2, …. It decides which band a
-            class is in; inside a band classes are sorted by id.
+            must sum to in_features. :func:`bands_from_counts` can choose them.
+        order: all classes, the most frequent first; by default 0, 1, 2, …. It decides which band a
+            class is in; within a band classes are sorted by id.
         variant: "slices" or "projections".
         bias: whether each class has a bias.
-        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as in ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -116,9 +116,9 @@ class DifferentiatedSoftmax(RankedHead):
         widths = [width for _, width in sizes]
         if variant == "slices" and sum(widths) != in_features:
             raise ValueError(
-                f"bands: expected widths that add up to in_features={in_features}, got "
-                f"{' + '.join(map(str, widths))} = {sum(widths)}; variant='projections' takes any "
-                "widths"
+                f"bands: expected widths that sum to in_features={in_features}, got "
+                f"{' + '.join(map(str, widths))} = {sum(widths)}; variant='projections' accepts "
+                "any widths"
             )
         super().__init__(
             in_features, list(accumulate(classes for classes, _ in sizes)), order,
@@ -139,20 +139,20 @@ class DifferentiatedSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
+        """Reinitialises the parameters as ``nn.Linear`` does; completes ``to_empty`` after meta."""
         self._make_ready()
         for weight in self.weights:
             init_uniform_(weight.shape[1], weight)
         init_uniform_(self.in_features, self.bias, self.projection)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Minus the log-probability of the targets, smoothed where asked for."""
+        """The negative log-likelihood of the targets, with label smoothing if set."""
         self._check_hidden(hidden)
         (target, ignored), seen = self._target_and_ignored(hidden, target), hidden
         if self.projection is not None:
             seen = in_autocast_dtype(hidden)
             if ignored is not None:
-                # A NaN in a row that does not count would reach the gradient of the projection.
+                # A NaN in an ignored row would reach the gradient of the projection.
                 seen = torch.where((target == ignored).unsqueeze(-1), 0.0, seen)
             seen = linear(seen, in_dtype(self.projection, seen.dtype))
         options = float(self.label_smoothing), ignored, self.chunk_rows
@@ -176,7 +176,7 @@ class DifferentiatedSoftmax(RankedHead):
             places, of_row = self._places_of(chosen), (left, 0.0, 1.0, 0, True)
             total: Tensor = kernels.prediction.best("auto", scores, *of_row)[2].unsqueeze(-1)
             found = scores.gather(-1, places)
-            # In a fully masked row all are -inf.
+            # In a fully masked row all log-probabilities are -inf.
             total = total.masked_fill_(total == -torch.inf, 0.0)
             return (found if left is None else found + left[places]) - total
         seen = rows if projection is None else linear(rows, projection)
@@ -191,7 +191,7 @@ class DifferentiatedSoftmax(RankedHead):
         return log_prob.gather(-1, self._places_of(chosen))
 
     def _scores_into(self, out: Tensor, rows: Tensor, *tensors: Any) -> Tensor | None:
-        """Scores by place, without a gradient; the bias that a kernel is still to add."""
+        """Computes scores by place, without a gradient; returns the bias still to be added."""
         bias, projection, *weights = tensors
         on_cpu = rows.device.type == "cpu"
         seen = rows if projection is None else linear(rows, projection)
@@ -203,7 +203,7 @@ class DifferentiatedSoftmax(RankedHead):
     def _scores_in_chunks(
         self, rows: Tensor, copies: float
     ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Some rows, their scores by place, and the bias still to be added."""
+        """Yields chunks of rows, their scores by place, and the bias still to be added."""
         step = rows_held(rows, self.n_classes, self.chunk_rows, copies)
         held = room_for_scores(rows, self.n_classes, step)
         tensors = self._score_tensors(rows.dtype)
@@ -229,7 +229,7 @@ class DifferentiatedSoftmax(RankedHead):
         return tuple(map(torch.cat, zip(*best, strict=True)))
 
     def _best_of_groups(self, log_prob: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Of log-probabilities by place; in a group classes are sorted, but not across groups."""
+        """The top k of log-probabilities by place; classes are sorted by id only within groups."""
         of_groups = []
         for first, last in self._groups:
             values, columns = top_classes(log_prob[:, first:last], min(k, last - first))

@@ -16,24 +16,25 @@ from lastlayer._torch import active_ddp
 
 
 def prepare_ddp(model: torch.nn.Module, process_group: Any = None) -> list[str]:
-    """Make a model with heads ready for ``DistributedDataParallel``: call it just before that.
+    """Prepares a model with heads for ``DistributedDataParallel``; call it just before that.
 
-    Two things are taken out of DDP's hands. Parameters of heads with ``sparse=True``: DDP cannot
-    reduce their gradients. A hook gathers the rows that each process touched and averages them,
-    so every process has the same row-sparse gradient, on gloo and on NCCL. And tables of samplers
-    and orders of classes, which are the same in every process: DDP would broadcast them in every
-    forward pass.
+    DDP then ignores two kinds of tensors. The first are parameters of heads with ``sparse=True``,
+    whose gradients DDP cannot reduce: a hook gathers the rows that each process has touched and
+    averages them, so every process has the same row-sparse gradient, with gloo and with NCCL. The
+    second are tables of samplers and orders of classes, which are equal in all processes; DDP would
+    broadcast them in every forward pass.
 
-    As for DDP itself, every process has to compute a gradient for each of these parameters in
-    every backward pass. Gradients may be accumulated, with or without ``no_sync()``. Values are
+    As with DDP itself, every process must compute a gradient for each of these parameters in every
+    backward pass. Gradients may be accumulated, with or without ``no_sync()``. Parameters are
     broadcast once, from the first process of the group.
 
     Args:
-        model: what DDP will wrap; dense heads, and models without a head, are left as they are.
-        process_group: as for DDP; the default one where it is None.
+        model: the model that DDP will wrap; parameters of dense heads and other layers are not
+            changed.
+        process_group: as for DDP; None for the default group.
 
     Returns:
-        The names of all parameters and buffers that DDP leaves alone.
+        The names of all parameters and buffers that DDP ignores.
 
     Example:
         >>> import torch
@@ -62,7 +63,7 @@ def prepare_ddp(model: torch.nn.Module, process_group: Any = None) -> list[str]:
 
 
 def check_sparse(head: Any) -> None:
-    """An error where DDP would get the row-sparse gradients of a head, which it cannot reduce."""
+    """Raises an error if DDP would get row-sparse gradients of a head, which it cannot reduce."""
     ddp = active_ddp()
     if ddp is not None and not head.__dict__.get("_averages_rows") and torch.is_grad_enabled():
         raise RuntimeError(
@@ -75,7 +76,7 @@ def check_sparse(head: Any) -> None:
 def _average_in_hook(parameter: Tensor, group: Any) -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "prepare_ddp: expected processes that have met, to reduce the gradients of heads with "
+            "prepare_ddp: expected a process group, to reduce the gradients of heads with "
             "sparse=True, got none; call torch.distributed.init_process_group first"
         )
     with torch.no_grad():
@@ -86,9 +87,9 @@ def _average_in_hook(parameter: Tensor, group: Any) -> None:
 
 
 def _average(parameter: Tensor, *, group: Any) -> None:
-    """The mean over all processes, in the place of ``parameter.grad``.
+    """Replaces ``parameter.grad`` by its mean over all processes.
 
-    What was accumulated before is the same in all of them, and its mean is itself.
+    Previously accumulated gradients are equal in all processes, so the mean does not change them.
     """
     gradient, processes = parameter.grad, dist.get_world_size(group)
     if gradient is None or processes == 1:
@@ -108,16 +109,16 @@ def _average(parameter: Tensor, *, group: Any) -> None:
 
 
 def made_by_fsdp(cls: type) -> bool:
-    """Whether ``fully_shard`` made this class: it derives one from that of each sharded module."""
-    # By name: importing FSDP takes a while, and most programs never do.
+    """Whether ``fully_shard`` created this class: it subclasses that of each sharded module."""
+    # Compared by name, since importing FSDP takes time and most programs do not need it.
     return any(each.__name__ == "FSDPModule" for each in cls.__bases__)
 
 
 def gather_in_methods(cls: type[Any]) -> None:
-    """Have every public method that takes hidden states gather the sharded parameters.
+    """Makes every public method with an argument ``hidden`` gather the sharded parameters.
 
-    FSDP2 does that for ``forward`` alone. ``register_fsdp_forward_method`` would do it for each
-    method by itself, and a method that calls another one would be left with shards in between.
+    FSDP2 only does this for ``forward``. With ``register_fsdp_forward_method`` for each method, a
+    method that calls another one would have sharded parameters again after that call.
     """
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
@@ -134,8 +135,8 @@ def _inside(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.sparse and torch.is_grad_enabled():
             raise RuntimeError(
-                "sparse: expected False for a head that fully_shard has sharded, which cannot "
-                "reduce row-sparse gradients, got True; make the head with sparse=False, or use "
+                "sparse: expected False for a head inside fully_shard, which cannot reduce "
+                "row-sparse gradients, got True; construct the head with sparse=False, or use "
                 "DistributedDataParallel with lastlayer.heads.prepare_ddp"
             )
         with _marked(self):
@@ -164,7 +165,7 @@ def _call_gathered(self: Any, method: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _not_a_view(made: Any) -> Any:
-    """A result that FSDP2 can hook without a warning: it would lose its hook on a view."""
+    """Clones a view that requires a gradient: FSDP2 cannot register its hook on a view."""
     recorded = isinstance(made, Tensor) and made.requires_grad and made._is_view()
     return made.clone() if recorded else made
 
@@ -180,13 +181,13 @@ def _marked(head: Any) -> Iterator[None]:
 
 
 def whole_state(module: torch.nn.Module) -> tuple[dict[str, Tensor], bool]:
-    """The state with whole tensors, and whether this process is the one that writes it.
+    """The state with full tensors, and whether this process should write it.
 
-    Where parameters are sharded all processes have to call this.
+    If parameters are sharded, all processes must call this.
     """
     state = {name: value.detach() for name, value in module.state_dict().items()}
     if not any(map(is_dtensor, state.values())):
         return state, True
-    # In the same order everywhere, and one at a time on each device.
+    # All processes gather in the same order, one tensor after the other.
     whole = {name: each.full_tensor() if is_dtensor(each) else each for name, each in state.items()}
     return whole, dist.get_rank() == 0

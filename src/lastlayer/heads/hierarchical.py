@@ -36,7 +36,7 @@ from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree
 
-# File beside the state of a saved head.
+# File name of the tree of a saved head.
 _TREE_FILE = "tree.safetensors"
 # Rows per search.
 _SEARCHED_ROWS = 1024
@@ -463,5 +463,5 @@ def _check_tree(tree: Any) -> None:
     if not isinstance(tree, Tree):
         raise TypeError(
             f"tree: expected a lastlayer.trees.Tree, got {type(tree).__name__}; trees.balanced(n) "
-            "or trees.huffman(counts) make one"
+            "or trees.huffman(counts) builds one"
         )

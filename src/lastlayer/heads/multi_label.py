@@ -1,4 +1,4 @@
-"""Any number of labels per row, of very many."""
+"""Multi-label classification with very many labels."""
 
 import inspect
 import math
@@ -41,7 +41,7 @@ from lastlayer.losses.calibration import ZLPRCalibrator
 from lastlayer.losses.multilabel import asymmetric_loss, multilabel_sparsemax_loss
 from lastlayer.maps.sparsemax import sparsemax
 
-# From hidden states, and from scores and dense labels of some rows.
+# Losses of hidden states; losses of scores and dense labels.
 _FUSED: dict[str, Callable[..., Tensor]] = {"zlpr": linear_zlpr_loss, "bce": linear_bce_loss}
 _DENSE: dict[str, Callable[..., Tensor]] = {
     "asymmetric": asymmetric_loss,
@@ -53,7 +53,7 @@ _ASYMMETRIC: dict[str, float] = {
     for name, parameter in inspect.signature(asymmetric_loss).parameters.items()
     if name in ("gamma_negative", "gamma_positive", "margin", "focus_gradient")
 }
-# What the lab calls each loss, and says of it.
+# Name and description of each loss in the lab.
 _RECIPES = {
     "zlpr": ("zlpr", "zero-bounded log-sum-exp and pairwise ranking"),
     "bce": ("bce", "one logistic choice per label"),
@@ -63,47 +63,47 @@ _RECIPES = {
 
 
 class MultiLabel(LinearHead):
-    r"""A linear layer for any number of right labels per row, without the matrix of scores.
+    r"""Multi-label classification with a linear layer, without storing the full score matrix.
 
     .. math:: s = W h + b, \qquad \text{predicted: } \{c : s_c > 0\}
 
-    The losses, from lists of the labels that are on:
+    Targets are lists of positive labels. The losses are:
 
-    * ``"zlpr"``: :func:`lastlayer.zlpr_loss`, which keeps few positives and very many negatives in
-      balance. Choose it first. The probability that it reports is :math:`\sigma(2s)`, which is
-      that of *soft* labels; read :func:`lastlayer.zlpr_probability` before you trust it.
+    * ``"zlpr"``: :func:`lastlayer.zlpr_loss`, which balances few positive and very many negative
+      labels. Try it first. It reports the probability :math:`\sigma(2s)`, which is right for *soft*
+      labels only; read :func:`lastlayer.zlpr_probability` before you rely on it.
     * ``"bce"``: the binary cross entropy; :math:`\sigma(s)` is a probability.
-    * ``"asymmetric"``: :func:`lastlayer.asymmetric_loss`; :math:`\sigma(s)` is a ranking only.
-    * ``"sparsemax"``: :func:`lastlayer.multilabel_sparsemax_loss`. Its probabilities are one
-      distribution over the labels, and the predicted labels are its support, at least one. Rows
-      without a label have no loss.
+    * ``"asymmetric"``: :func:`lastlayer.asymmetric_loss`; :math:`\sigma(s)` is only a ranking.
+    * ``"sparsemax"``: :func:`lastlayer.multilabel_sparsemax_loss`. Probabilities are one
+      distribution over all labels, and its support is predicted, which is at least one label. Rows
+      without labels have loss 0.
 
-    Labels do not exclude each other: ``log_prob`` is the log-probability that a label is on, and
-    its exponentials do not sum to 1 over the labels (but for sparsemax). So there is no ``sample``.
-    ``topk`` has the labels of the highest scores, with their log-probabilities.
+    ``log_prob`` is the log-probability of each label. Except for sparsemax, labels are not
+    exclusive, so probabilities do not sum to 1, and there is no ``sample``. ``topk`` returns the
+    labels with the highest scores, with their log-probabilities.
 
-    Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes per step
-    and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`; so does "asymmetric",
-    unless labels are smoothed or ``chunk_rows`` is a number. Otherwise dense scores and labels are
-    made for a chunk of rows at a time, and again in backward: slower.
+    Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes per step,
+    with a block of scores in memory, see :func:`lastlayer.fused.linear_zlpr_loss`; so does
+    "asymmetric", unless labels are smoothed or ``chunk_rows`` is a number. Otherwise dense scores
+    and labels are computed chunk by chunk, and again in backward, which is slower.
 
     Args:
         in_features: size of the hidden state.
         n_classes: number of labels.
         loss: "zlpr", "bce", "asymmetric" or "sparsemax".
         bias: whether each label has a bias.
-        label_smoothing: the label of every class that is not listed, from 0 to below 1/2; listed
-            ones have 1 minus that.
+        label_smoothing: target ε of negative labels, from 0 to below 1/2; positive labels have the
+            target 1 - ε.
         loss_options: options of :func:`lastlayer.asymmetric_loss` by name; for that loss only.
-        calibrator: fitted on scores of held-out data, it gives the probabilities and the thresholds
-            of the labels; not with "sparsemax". It is a part of the head, saved with it, and can
+        calibrator: a calibrator fitted on scores of held-out data, which determines probabilities
+            and thresholds; not with "sparsemax". It is a submodule, is saved with the head, and can
             be set at any time.
         ignore_index: the id that pads lists.
         reduction: "mean" over rows, "sum" or "none".
-        chunk_rows: rows of scores held at a time where all labels of a row are needed (prediction,
-            and training with "asymmetric" and "sparsemax"), "auto" or "low".
-        chunk_classes: labels of which scores are held at a time in training with "zlpr" and "bce",
-            "auto" or "low".
+        chunk_rows: rows of scores held at a time, "auto" or "low", if all labels of a row are
+            needed: in prediction, and in training with "asymmetric" and "sparsemax".
+        chunk_classes: labels whose scores are held at a time, "auto" or "low", in training with
+            "zlpr" and "bce".
         device, dtype: of the parameters.
 
     Example:
@@ -148,7 +148,7 @@ class MultiLabel(LinearHead):
                     f"loss_options: expected none for loss={loss!r}, got {dict(loss_options)}; "
                     "only 'asymmetric' has any"
                 )
-            # The loss itself checks them, on next to nothing.
+            # The loss function checks its options.
             _DENSE[loss](torch.zeros(1), torch.zeros(1), **loss_options)
         _check_calibrator(calibrator, loss, n_classes)
         if ignore_index is None:
@@ -169,20 +169,21 @@ class MultiLabel(LinearHead):
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, n_rows: int | None = None) -> None:
-        """Start at the label frequencies: the cheapest speed-up there is.
+        """Initialises the biases from label frequencies, which speeds up the start of training.
 
-        At the hidden state 0 each label then has as its probability the share of rows that have
-        it: biases become its log-odds, half of that for "zlpr". With "sparsemax" its weight is its
-        share of all labels then.
+        At hidden state 0 the probability of each label is then the share of rows with this label:
+        its bias is the log-odds of this share, or half of them for "zlpr". With "sparsemax" the
+        distribution is then the share of each label among all labels.
 
         Args:
-            counts: how many rows have each label, ``(n_classes,)``; 0 counts as a half.
-            n_rows: number of rows that were counted; "sparsemax" does without it.
+            counts: number of rows with each label, ``(n_classes,)``; 0 is treated as 0.5.
+            n_rows: total number of rows; not needed for "sparsemax".
         """
         given = torch.from_numpy(as_counts(counts, self.n_classes))
         if n_rows is None and self.loss != "sparsemax":
             raise ValueError(
-                "n_rows: expected the number of rows in which labels were counted, got None"
+                "n_rows: expected the number of rows in which labels were counted, got None; pass "
+                "n_rows=len(dataset)"
             )
         if n_rows is not None and float(given.max()) > check_int("n_rows", n_rows):
             raise ValueError(
@@ -207,16 +208,16 @@ class MultiLabel(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            positives: the labels that are on, class ids of any integer dtype: ``(*batch, m)``,
+            positives: the positive labels, class ids of any integer dtype: ``(*batch, m)``,
                 padded with ``ignore_index``; or ``(k,)`` with offsets. Duplicates count once.
-            offsets: ``(rows + 1,)`` integers: where each list starts and the last one ends.
-            values: the label of each listed class, in [0, 1]; no gradient flows to it.
+            offsets: integers ``(rows + 1,)``: row i has ``positives[offsets[i]:offsets[i + 1]]``.
+            values: targets of the listed labels in [0, 1], for soft labels; they get no gradient.
         """
         self._check_hidden(hidden)
         if self.class_weight is not None:
             raise TypeError(
-                "class_weight: expected none, since MultiLabel has no such option, got some; set "
-                "it to None"
+                "class_weight: expected none, since MultiLabel has no such option, got a tensor; "
+                "set it to None"
             )
         if self.loss in _FUSED:
             options = {**self._loss_options(), "offsets": offsets, "values": values}
@@ -232,7 +233,7 @@ class MultiLabel(LinearHead):
         return self._dense_loss(hidden, positives, offsets, values)
 
     def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
-        """By scores and labels of a chunk of rows at a time."""
+        """The loss from dense scores and labels of one chunk of rows at a time."""
         check_reduction(self.reduction)
         n, smoothing = hidden.shape[:-1].numel(), self.label_smoothing
         given = check_lists(
@@ -258,22 +259,22 @@ class MultiLabel(LinearHead):
             if self.reduction == "mean":
                 share = share / max(1, n)
                 if self.loss == "sparsemax" and not smoothing:
-                    # Without labels there is no distribution over them, and so no loss.
+                    # Rows without labels have no target distribution, and loss 0.
                     counted = lists.sum(lists.positive(dtype)) > 0
                     share = share.new_ones(()) / counted.sum().clamp(min=1)
             return weighted_sum_in_chunks(losses_of, rows, [ids], tensors, chunks, share.expand(n))
 
     @torch.no_grad()
     def predict(self, hidden: Tensor, *, threshold: float | Tensor | None = None) -> Tensor:
-        """The labels of each row that are on, ascending, in the form that the loss takes them.
+        """Predicts the labels of each row, as padded lists in ascending order, as for the loss.
 
-        A label is on where its score is above the threshold; with the loss "sparsemax" where its
-        probability is. A row without a label is all padding. Memory is that of a chunk of scores
-        and of the result; the host waits for the length of the longest list.
+        Labels with a score above the threshold are predicted; with the loss "sparsemax" those with
+        a probability above it. Memory: one chunk of scores, and the result. There is one host sync,
+        for the length of the longest list.
 
         Args:
             hidden: ``(*batch, in_features)``.
-            threshold: one number, or one per label, ``(n_classes,)``; where it is None that of the
+            threshold: one number, or one per label, ``(n_classes,)``; None for that of the
                 calibrator, or 0 without one.
 
         Returns:
@@ -296,11 +297,11 @@ class MultiLabel(LinearHead):
         return lists.reshape(*hidden.shape[:-1], longest)
 
     def probability(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """``exp(log_prob)``, the probability that a label is on; see the docstring of the class."""
+        """The probability of each label, ``exp(log_prob)``; see the docstring of the class."""
         return self.log_prob(hidden, classes).exp()
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
-        """By scores, which differ also where probabilities are too close to 1 to do so."""
+        """Ranks by scores, since probabilities close to 1 may be equal after rounding."""
         best, some = [], in_autocast_dtype(rows)
         with without_autocast(rows):
             if self.loss != "sparsemax" and is_predictable(some, k):
@@ -318,14 +319,14 @@ class MultiLabel(LinearHead):
     def sample(
         self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Not here: a row has any number of labels. Draw with ``torch.bernoulli(probability)``."""
+        """Not available, since labels are not exclusive: use ``torch.bernoulli(probability)``."""
         raise NotImplementedError(
-            "sample: the labels of a row do not exclude each other, so none is drawn from them; "
-            "torch.bernoulli(head.probability(hidden)) draws each label for itself"
+            "sample: expected a head with one class per row, got MultiLabel; use "
+            "torch.bernoulli(head.probability(hidden)) to draw each label independently"
         )
 
     def _log_probs(self, scores: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Of all labels, or of the chosen ones of each row, where these stand for themselves."""
+        """Log-probabilities from scores of all labels, or, unless sparsemax, of chosen ones."""
         if self.loss == "sparsemax":
             return entmax_log_probs(scores, 2.0)
         if self.calibrator is None:
@@ -334,12 +335,11 @@ class MultiLabel(LinearHead):
             each if chosen is None or each.shape[0] == 1 else each[chosen]
             for each in (self.calibrator.slope.to(scores), self.calibrator.bias.to(scores))
         )
-        # A slope of 0 makes nothing of an infinite score.
+        # With a slope of 0, infinite scores have no effect; 0 · inf would be NaN.
         return logsigmoid(torch.where(slope == 0, 0.0, slope * scores) + bias)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
-        # Chosen labels stand for themselves: the others are not looked at. The scores of the
-        # kernel have no gradient.
+        # Labels are independent, so only the chosen ones are computed. The kernel has no gradient.
         listed = chosen is not None and self.loss != "sparsemax"
         if not listed or torch.is_grad_enabled() or is_exporting():
             return super()._rows_log_prob(rows, chosen, *tensors)
@@ -379,7 +379,7 @@ class MultiLabel(LinearHead):
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         made = config["calibrator"]
-        # What was fitted is part of the state.
+        # The fitted parameters are part of the state.
         options = made and {
             "n_classes": made.n_classes,
             "threshold": made.threshold_kind,

@@ -1,4 +1,4 @@
-"""A softmax whose normaliser learns to be 1."""
+"""A softmax that is trained to have a normaliser of 1."""
 
 import math
 from collections.abc import Callable
@@ -26,18 +26,18 @@ from lastlayer.kernels.rng import words
 
 
 class Drift(NamedTuple):
-    """How far log Z is from where it should be, over some rows."""
+    """Statistics of the error of log Z over rows."""
 
     mean: float
-    """What could be subtracted from all scores."""
+    """Mean error; it could be subtracted from all scores."""
     deviation: float
-    """Its standard deviation, which cannot; the error of an unnormalised log-probability."""
+    """Standard deviation: the remaining error of unnormalised log-probabilities."""
     largest: float
-    """Of all rows, without its sign."""
+    """Largest absolute error."""
 
 
 def drift_of(log_z: Tensor) -> Drift:
-    """From one number per row; all are 0 where there are none. The host waits."""
+    """:class:`Drift` of one error per row; all 0 if there are no rows. Needs a host sync."""
     rows = log_z.detach().flatten().double()
     if not rows.numel():
         return Drift(0.0, 0.0, 0.0)
@@ -47,7 +47,7 @@ def drift_of(log_z: Tensor) -> Drift:
 
 @torch.no_grad()
 def log_normalizer(head: LinearHead, hidden: Tensor, biases: Tensor | None = None) -> Tensor:
-    """log Σ e^s of all classes, exact, ``(*batch)``; ``biases`` go before those of the head."""
+    """The exact log Σ e^s over all classes, ``(*batch)``; ``biases`` replace those of the head."""
     head._check_hidden(hidden)
     anything = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     biases = head.bias if biases is None else biases
@@ -57,13 +57,13 @@ def log_normalizer(head: LinearHead, hidden: Tensor, biases: Tensor | None = Non
 
 
 def temperature_of(head: LinearHead) -> float:
-    """What a head divides its scores by; 1 where it has none."""
+    """The temperature of a head; 1 if it has none."""
     return float(getattr(head, "temperature", 1.0))
 
 
 @torch.no_grad()
 def chosen_scores(head: LinearHead, hidden: Tensor, classes: Tensor) -> Tensor:
-    """Scores of chosen classes alone, in float32, or float64 from float64."""
+    """Scores of chosen classes, in float32, or float64 from float64; no others are computed."""
     rows = in_autocast_dtype(head._check_rows(hidden))
     chosen, shape = head._check_classes(hidden, classes)
     scores: Tensor = kernels.products.scores("auto", rows, *head._score_tensors(rows.dtype), chosen)
@@ -71,38 +71,38 @@ def chosen_scores(head: LinearHead, hidden: Tensor, classes: Tensor) -> Tensor:
 
 
 class SelfNormalized(LinearHead):
-    r"""A full softmax that is taught to need no normaliser.
+    r"""A full softmax that is trained to be self-normalised: log Z is close to 0.
 
     .. math:: L = \log Z - s_y + \lambda \log^2 Z, \qquad Z = \sum_c e^{s_c}
 
-    The last term keeps Z near 1, so that after training a score is a log-probability,
-    :meth:`unnormalized_log_prob`, at the cost of one class instead of all. :meth:`drift` says
-    how far log Z is from 0, which is the error made. ``log_prob``, ``topk``, ``sample`` and the
+    The last term keeps Z near 1. After training, a score is therefore an approximate
+    log-probability, :meth:`unnormalized_log_prob`, at the cost of one class instead of all.
+    :meth:`drift` measures the error, which is log Z. ``log_prob``, ``topk``, ``sample`` and the
     loss in eval mode, the cross entropy, are exact.
 
-    With ``fraction`` :math:`\gamma < 1` a step takes the sum over all classes for that share of its
-    rows alone (infrequent normalisation):
+    With ``fraction`` :math:`\gamma < 1`, only this share of rows is normalised in a step
+    (infrequent normalisation):
 
     .. math:: L = -s_y + \frac{1_S}{\gamma}\,(\log Z + \lambda \log^2 Z)
 
-    where S are rows that are drawn anew in every step. On average it is the loss above, with the
-    same optimum; its gradient is noisier, and a step costs :math:`\gamma` of the full one.
+    where S is a random set of rows, drawn in every step. The expected loss is the one above; the
+    gradient is noisier, and a step costs :math:`\gamma` of the full one.
 
-    Choose it to score single classes fast after training, where a full softmax can be afforded in
-    training. :class:`NoiseContrastive` gets there without one.
+    Choose it for fast scores of single classes after training, if a full softmax is affordable in
+    training. :class:`NoiseContrastive` does not need one.
 
-    Cost: a training step three products of :math:`\gamma` × rows × in_features × n_classes.
+    Cost: three products of :math:`\gamma` × rows × in_features × n_classes per training step.
 
     Args:
         in_features: size of the hidden state.
         n_classes: number of classes.
         bias: whether each class has a bias.
-        z_loss: :math:`\lambda`, the weight of log² Z. A larger one brings log Z closer
-            to 0, at the expense of likelihood.
-        fraction: :math:`\gamma`, the share of rows that are normalised in a step, above 0 and at
-            most 1; rounded up to whole rows.
-        seed: of the rows drawn.
-        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
+        z_loss: :math:`\lambda`, the weight of log² Z. Larger values bring log Z closer to 0, but
+            reduce the likelihood.
+        fraction: :math:`\gamma`, the share of rows to normalise in a step, above 0 and at most 1;
+            rounded up to whole rows.
+        seed: random seed of the rows to normalise.
+        options: ``class_weight`` and the arguments after it, as in :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -123,7 +123,7 @@ class SelfNormalized(LinearHead):
 
     recipes = (Recipe("self_normalized", "softmax whose log Z is near 0", rank=14),)
     rng_counter: Tensor
-    # What looks up classes that are spread over processes: scores of targets, and class weights.
+    # For classes that are sharded over processes: scores of targets, and class weights.
     _target_scores_spread: Callable[..., Tensor] | None = None
     _class_weights_spread: Callable[[Tensor], Tensor] | None = None
 
@@ -143,7 +143,7 @@ class SelfNormalized(LinearHead):
         self.fraction = check_real("fraction", fraction, expected, lambda x: 0.0 < x <= 1.0)
         self.seed = check_seed(seed)
         super().__init__(in_features, n_classes, bias, **options)
-        # Seed and step: a resumed run draws the rows that the first one would have drawn.
+        # Seed and step, saved so that a resumed run draws the same rows.
         device = torch.device("cpu") if self.weight.is_meta else self.weight.device
         self.register_buffer("rng_counter", torch.tensor([self.seed, 0], device=device))
         self._steps = RngSteps()
@@ -168,7 +168,7 @@ class SelfNormalized(LinearHead):
     def _weighted(
         self, hidden: Tensor, target: Tensor, weight: Any, bias: Any, row_weight: Tensor
     ) -> Tensor:
-        """With a weight on all of a row's loss: class weights of the fused one leave out log² Z."""
+        """The loss with row weights: class weights of the fused loss do not apply to log² Z."""
         return linear_cross_entropy(
             hidden, weight, target, bias, row_weight=row_weight, z_loss=self.z_loss,
             ignore_index=self.ignore_index, chunk_rows=self.chunk_rows,
@@ -183,10 +183,10 @@ class SelfNormalized(LinearHead):
         present = torch.where(row_weight == 0, 0, ids)
         chosen = self._chosen(ids)
         times = ids.shape[0] / max(1, chosen.shape[0])
-        # The loss on chosen rows has -s_y as well, with all of its factor.
+        # The loss of chosen rows contains -s_y too, with its full factor.
         factor = torch.full_like(row_weight, -1.0).index_fill_(0, chosen, times - 1.0)
         factor = factor * row_weight
-        # A row with a factor of 0 has no gradient, whatever is in it.
+        # A row with a factor of 0 has no gradient, even if it contains NaN.
         counted = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
         spread = self._target_scores_spread
         scores = (
@@ -202,7 +202,7 @@ class SelfNormalized(LinearHead):
         return scores.index_add(0, chosen, losses).reshape(target.shape)
 
     def _row_weight(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the loss of each row counts in the result."""
+        """The weight of each row's loss in the reduced loss."""
         counts = torch.ones_like(ids, dtype=torch.bool)
         if self.ignore_index is not None:
             counts = ids != self.ignore_index
@@ -215,7 +215,7 @@ class SelfNormalized(LinearHead):
         return RowScale.of(weight, self.reduction, n).factors(weight, n)
 
     def _chosen(self, ids: Tensor) -> Tensor:
-        """Rows in even distances from a random start: each is among them equally often."""
+        """Evenly spaced rows with a random start, so that all rows are equally probable."""
         n = ids.shape[0]
         size = math.ceil(self.fraction * n)
         rng_counter, counts = self._steps.counter(self.rng_counter)
@@ -227,9 +227,9 @@ class SelfNormalized(LinearHead):
         return places.long().clamp(max=max(0, n - 1))
 
     def unnormalized_log_prob(self, hidden: Tensor, classes: Tensor) -> Tensor:
-        """The scores of chosen classes: their log-probabilities where log Z is 0.
+        """The scores of given classes, which are log-probabilities if log Z is 0.
 
-        It looks at no other class. No gradient is recorded.
+        No other classes are computed, and no gradient is recorded.
 
         Args:
             hidden: ``(*batch, in_features)``.
@@ -238,7 +238,7 @@ class SelfNormalized(LinearHead):
         return chosen_scores(self, hidden, classes)
 
     def drift(self, hidden: Tensor) -> Drift:
-        """How far log Z of rows is from 0: a product with all classes, and a wait for a GPU."""
+        """Statistics of log Z, which should be 0; needs all scores, and a host sync."""
         return drift_of(log_normalizer(self, hidden))
 
     @classmethod
@@ -290,10 +290,10 @@ class _TargetScores(torch.autograd.Function):
 
 
 def _weight_gradient(slopes: Tensor, classes: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """In full precision until the end: a frequent class is the target of many rows.
+    """The gradient of the weight, summed in full precision, since frequent classes add many terms.
 
-    Where the host may wait for their number it has the touched rows alone, which autograd adds to
-    the dense gradient of another loss in place.
+    If a host sync is allowed it is row-sparse, and autograd adds it in place to the dense gradient
+    of the other loss.
     """
     n_classes, depth = weight.shape
     compact = is_eager(rows) and host_sync_allowed(rows)

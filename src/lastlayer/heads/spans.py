@@ -1,4 +1,4 @@
-"""Spans of a text, nested ones too: every pair of a start and an end has a score."""
+"""Spans of a text, including nested ones, from a score for each pair of start and end."""
 
 import math
 from collections.abc import Iterable
@@ -31,61 +31,60 @@ from lastlayer.kernels.span_sums import SpanParts
 
 
 class Span(NamedTuple):
-    """A span that was found in a text, whose tokens are ``tokens[start : end + 1]``."""
+    """A predicted span of a text, with the tokens ``tokens[start : end + 1]``."""
 
     type: int
-    """Which of the head's types."""
+    """The type of the span."""
     start: int
     """Its first token."""
     end: int
-    """Its last token, included in the span."""
+    """Its last token, inclusive."""
     score: float
-    """Its score, above the threshold."""
+    """Its score."""
 
 
 class GlobalPointer(SavedModule):
-    r"""Finds spans of several types in a text: entities that may be nested or overlap.
+    r"""Finds spans of several types in a text, such as named entities, which may overlap.
 
-    Each token has, for each type :math:`t`, a vector :math:`q` as a start and a vector :math:`k` as
-    an end. The score of a span from token i to token j, **both included**, is
+    For each type :math:`t`, each token has a start vector :math:`q` and an end vector :math:`k`.
+    The score of a span from token i to token j, **both inclusive**, is
 
     .. math:: s_t(i, j) = \frac{(R_i q_{t,i})^\top (R_j k_{t,j})}{\sqrt{\text{head\_size}}},
               \qquad i \le j
 
-    with :math:`R_i` the rotation of rotary position embeddings, so that a score depends on the two
-    hidden states and on their distance. A span is predicted where its score is above 0.
+    with the rotation :math:`R_i` of rotary position embeddings, so that a score depends on the two
+    hidden states and on their distance. Spans with a score above 0 are predicted.
 
-    With ``efficient=True`` all types share :math:`q` and :math:`k`, which find spans, and a type
-    adds a score of each of the two ends: :math:`w_t^\top [q_i; k_i] + u_t^\top [q_j; k_j] + b_t`,
-    without rotation. It has far fewer parameters, and often a higher accuracy where types are many
-    and examples few.
+    With ``efficient=True`` all types share :math:`q` and :math:`k`, and each type adds a score for
+    both ends: :math:`w_t^\top [q_i; k_i] + u_t^\top [q_j; k_j] + b_t`, without rotation. This has
+    far fewer parameters, and is often more accurate with many types and few examples.
 
     The loss is :func:`lastlayer.zlpr_loss` over the n(n+1)/2 spans of a text, for each type
-    separately; the mean is over texts and types. What is no span (it ends before it starts, or
-    an end of it is padding) is left out of all sums, whatever its hidden states are, NaN included.
+    separately; the mean is over texts and types. Pairs that are not spans (the end is before the
+    start, or one of them is padding) are masked, even if their hidden states are NaN.
 
-    It is no :class:`lastlayer.heads.Head`, since a text has any number of spans: instead of
-    ``log_prob``, ``topk`` and ``sample`` it has :meth:`scores` and :meth:`decode`. It is saved and
-    loaded as heads are.
+    It is not a :class:`lastlayer.heads.Head`, since a text may have any number of spans: it has
+    :meth:`scores` and :meth:`decode` instead of ``log_prob``, ``topk`` and ``sample``. It is saved
+    and loaded like a head.
 
     Cost: 4 products of texts × types × n²/2 × head_size per step (one type for ``efficient``), 3
-    where all scores fit into one tile. Memory is that of the vectors, texts × types × n ×
-    head_size, their gradients, and one tile of scores. On CUDA, up to a head_size of 64, a kernel
-    makes 5 such products and stores no tile. Scores are float32 whatever the dtype of the head, or
-    float64.
+    if all scores fit into one tile. Memory: the vectors, texts × types × n × head_size, their
+    gradients, and one tile of scores. On CUDA, for a head_size of up to 64, a kernel computes 5
+    such products and stores no tile. Scores are float32 for any dtype of the head except float64.
 
     Args:
         in_features: size of the hidden state of a token.
-        n_types: number of types of spans.
-        head_size: size of a start or an end vector; even with rope.
-        rope: whether scores depend on the distance of start and end (rotary positions).
+        n_types: number of span types.
+        head_size: size of start and end vectors; must be even with rope.
+        rope: whether to use rotary position embeddings, so that scores depend on the distance of
+            start and end.
         efficient: whether all types share the vectors.
-        bias: whether the linear layers have one.
-        ignore_index: the type that pads lists of spans, below 0; None where nothing is padding.
-        reduction: "mean" over the types of all texts that have a token (0 where there is none),
+        bias: whether the linear layers have a bias.
+        ignore_index: the type that pads lists of spans, below 0; None for no padding.
+        reduction: "mean" over the types of all texts that have a token (0 if there are none),
             "sum", or "none" for ``(*batch, n_types)``. It can be changed at any time.
-        chunk_spans: scores that are held at a time (at least those of one start in one text),
-            "auto" or "low"; the kernel holds none.
+        chunk_spans: maximum number of scores in memory (at least those of one start in one text),
+            "auto" or "low"; the kernel stores none.
         device, dtype: of the parameters.
 
     Example:
@@ -125,8 +124,8 @@ class GlobalPointer(SavedModule):
         self.head_size = check_int("head_size", head_size)
         if rope and self.head_size % 2:
             raise ValueError(
-                "head_size: expected an even number, as rotary positions turn pairs, got "
-                f"{head_size}; take {head_size + 1}, or rope=False"
+                "head_size: expected an even number for rotary position embeddings, got "
+                f"{head_size}; use {head_size + 1}, or rope=False"
             )
         if ignore_index is not None:
             note = "which is no type, or None"
@@ -136,14 +135,14 @@ class GlobalPointer(SavedModule):
         self.rope, self.efficient, self.ignore_index = rope, efficient, ignore_index
         self.reduction, self.chunk_spans = reduction, chunk_spans
         vectors = 2 * self.head_size * (1 if efficient else self.n_types)
-        # For each type first the numbers of q, then those of k.
+        # The columns of each type: first q, then k.
         self.project = torch.nn.Linear(self.in_features, vectors, bias, device=device, dtype=dtype)
         sizes = 2 * self.head_size, 2 * self.n_types
         of_types = torch.nn.Linear(*sizes, bias, device=device, dtype=dtype) if efficient else None
         self.type_bias = of_types
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear``."""
+        """Reinitialises the parameters, with the distribution of ``nn.Linear``."""
         for layer in (self.project, self.type_bias):
             if layer is not None:
                 layer.reset_parameters()
@@ -153,10 +152,10 @@ class GlobalPointer(SavedModule):
 
         Args:
             hidden: ``(*batch, n, in_features)``.
-            target: the right spans, as lists of (type, start, end) of any integer dtype,
-                ``(*batch, m, 3)``, padded with the type ``ignore_index``, the end inclusive and
-                duplicates counted once; or as bool, ``(*batch, n_types, n, n)`` by type, start and
-                end. Right spans at a masked token do not count.
+            target: the gold spans, as lists of (type, start, end) of any integer dtype,
+                ``(*batch, m, 3)``, padded with the type ``ignore_index``; the end is inclusive, and
+                duplicates count once. Or as bool, ``(*batch, n_types, n, n)``, by type, start and
+                end. Spans at a masked token are ignored.
             mask: bool ``(*batch, n)``, True for tokens, False for padding.
         """
         self._check_tokens(hidden, mask)
@@ -170,9 +169,10 @@ class GlobalPointer(SavedModule):
         return loss.reshape(*hidden.shape[:-2], self.n_types) if loss.dim() else loss
 
     def scores(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """All scores at once, for short texts, also twice differentiable; -inf where no span is.
+        """The scores of all spans at once, for short texts; -inf for pairs that are not spans.
 
-        ``lastlayer.zlpr_loss(scores.flatten(-2), target.flatten(-2))`` is the loss.
+        They are twice differentiable. The loss is
+        ``lastlayer.zlpr_loss(scores.flatten(-2), target.flatten(-2))``.
 
         Args:
             hidden: ``(*batch, n, in_features)``.
@@ -196,21 +196,22 @@ class GlobalPointer(SavedModule):
         threshold: float = 0.0,
         max_spans: int | None = None,
     ) -> list[list[Span]]:
-        """The spans of each text with scores above the threshold, a tile of scores at a time.
+        """Finds the spans of each text with scores above the threshold, tile by tile.
 
-        Spans may overlap. The host waits for each tile.
+        Spans may overlap. There is one host sync per tile.
 
         Args:
             hidden: ``(*batch, n, in_features)``.
             mask: bool ``(*batch, n)``, True for tokens.
-            threshold: 0 is what the loss trains for; more for precision, less for recall.
-            max_spans: of more spans in a text, the best that many are kept; of equal scores those
-                that come first.
+            threshold: minimum score, exclusive. The loss trains for 0; higher values increase
+                precision, lower values recall.
+            max_spans: maximum number of spans per text: those with the highest scores, and the
+                first of equal scores.
 
         Returns:
-            A list for each text, counted over all batch dimensions, of
-            :class:`lastlayer.heads.Span` ``(type, start, end, score)`` with the end included, in
-            the order of start, end and type.
+            For each text, in the order of the flattened batch dimensions, a list of
+            :class:`lastlayer.heads.Span` ``(type, start, end, score)``, with inclusive ends, sorted
+            by start, end and type.
         """
         self._check_tokens(hidden, mask)
         least = check_real("threshold", threshold, "a number", lambda x: not math.isnan(x))
@@ -233,7 +234,7 @@ class GlobalPointer(SavedModule):
         return [sorted(each, key=lambda span: (span.start, span.end, span.type)) for each in spans]
 
     def _check_tokens(self, hidden: Any, mask: Any) -> None:
-        """Hidden states of at least one token per text, and one bool per token or None."""
+        """Checks hidden states with at least one token per text, and the mask."""
         self._check_hidden(hidden)
         if hidden.dim() < 2 or hidden.shape[-2] == 0:
             raise ValueError(
@@ -256,13 +257,13 @@ class GlobalPointer(SavedModule):
         check_device("mask", mask, hidden)
 
     def _parts(self, hidden: Tensor, mask: Tensor | None) -> SpanParts:
-        """Start and end vectors, rotated and scaled, of all texts one after the other."""
+        """Start and end vectors, rotated and scaled, with batch dimensions flattened."""
         n, n_texts = hidden.shape[-2], hidden.shape[:-2].numel()
         wide = accumulation_dtype(hidden.dtype)
         states = hidden.reshape(n_texts, n, self.in_features)
         if mask is not None:
             mask = mask.reshape(n_texts, n)
-            # A NaN in padding would come back through the weight's gradient, as 0 · NaN.
+            # A NaN in padding would reach the gradient of the weight, as 0 · NaN.
             states = states.masked_fill(~mask.unsqueeze(-1), 0.0)
         made = self.project(states)
         start_bias = end_bias = None
@@ -282,13 +283,14 @@ class GlobalPointer(SavedModule):
 
 
 def rotated(vectors: Tensor, scale: float = 1.0) -> Tensor:
-    r"""Rotary positions: vectors ``(*batch, n, d)``, that at place p rotated by p, times a scale.
+    r"""Applies rotary position embeddings and a scale to vectors ``(*batch, n, d)``.
 
-    Of each pair of numbers :math:`(x_{2i}, x_{2i+1})` the angle is :math:`p\,10000^{-2i/d}`, so
-    that a product of two rotated vectors is that of one with the other rotated by their distance.
+    At position p, the pair :math:`(x_{2i}, x_{2i+1})` is rotated by the angle
+    :math:`p\,10000^{-2i/d}`, so that products of rotated vectors depend on positions only through
+    their distance.
     """
     n, d = vectors.shape[-2:]
-    # In float64: at place 4096 an angle in float32 would be off by 2e-4.
+    # In float64: at position 4096, an angle in float32 would have an error of 2e-4.
     rate = 10_000.0 ** (torch.arange(0, d, 2, dtype=torch.float64, device=vectors.device) / -d)
     angle = torch.arange(n, dtype=torch.float64, device=vectors.device).unsqueeze(-1) * rate
     cos, sin = ((scale * each).to(vectors.dtype) for each in (angle.cos(), angle.sin()))
@@ -297,7 +299,7 @@ def rotated(vectors: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | None) -> None:
-    """Bools for all spans, or lists of them. ``hidden`` is checked already."""
+    """Checks targets, dense or as lists, for hidden states that have been checked."""
     check_tensor("target", target)
     batch, n = tuple(hidden.shape[:-2]), hidden.shape[-2]
     dense = target.dtype == torch.bool
@@ -309,19 +311,19 @@ def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | 
     if dense and target.shape != (*batch, n_types, n, n):
         raise ValueError(
             f"target: expected shape {(*batch, n_types, n, n)}, a bool for each type, start and "
-            f"end, got {tuple(target.shape)}; lists of spans are integers"
+            f"end, got {tuple(target.shape)}; for lists of spans use integers"
         )
     listed = target.dim() > 1 and target.shape[-1] == 3 and tuple(target.shape[:-2]) == batch
     if not dense and not listed:
         expected = "(" + "".join(f"{size}, " for size in batch) + "m, 3)"
         raise ValueError(
             f"target: expected shape {expected}, lists of (type, start, end) padded with "
-            f"ignore_index, got {tuple(target.shape)}; one label per span is torch.bool"
+            f"ignore_index, got {tuple(target.shape)}; for one label per span use torch.bool"
         )
     check_device("target", target, hidden)
     if not values_are_checked(target):
         return
-    # In numpy, which costs the host less than torch.
+    # numpy takes less host time than torch.
     values = as_numpy(target.cpu())
     allowed = []
     if dense:
@@ -342,9 +344,9 @@ def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | 
 
 
 def _decoded_scores(parts: SpanParts, tile: Tile) -> Tensor:
-    """``(texts, starts, ends, types)``: the cells of a text in the order of start, end, type."""
+    """Scores ``(texts, starts, ends, types)`` of a tile; -inf for NaN and for what is no span."""
     scores = tile_scores(parts, tile)
-    # A NaN is above no threshold, but would take the place of a span among the best.
+    # A NaN is not above any threshold, but top-k would select it.
     scores = scores.masked_fill_(not_spans(parts, tile) | scores.isnan(), -math.inf)
     return scores.permute(0, 2, 3, 1)
 
@@ -361,7 +363,7 @@ def _all_above(parts: SpanParts, tile: Tile, threshold: float) -> tuple[Tensor, 
 def _best_above(
     parts: SpanParts, of_texts: Iterable[Tile], threshold: float, max_spans: int
 ) -> tuple[Tensor, Tensor]:
-    """Of the tiles of some texts: the best so far compete with the best of each tile."""
+    """The best spans of some texts, from all tiles of these texts in turn."""
     places = scores = torch.empty(0)
     for tile in of_texts:
         cells = _decoded_scores(parts, tile)
@@ -375,7 +377,7 @@ def _best_above(
             cell // n_types % width + tile.ends.start,
         ], -1)  # fmt: skip
         if scores.numel():
-            # Earlier starts come first, so that of equal scores they stay.
+            # Earlier starts are first, so that they are kept among equal scores.
             found, more = torch.cat([places, found], 1), torch.cat([scores, more], 1)
         scores, order = top_classes(more, min(max_spans, more.shape[1]))
         places = found.gather(1, order.unsqueeze(-1).expand(*order.shape, 4))

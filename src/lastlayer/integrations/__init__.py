@@ -1,1 +1,1 @@
-"""What other libraries call: each module needs one of them, and nothing else does."""
+"""Integrations with other libraries; each module imports one of them."""

@@ -1,4 +1,4 @@
-"""What a linear model can be trained on: the loss of each row from its scores, or fused."""
+"""Losses of linear models: per row from its scores, or fused."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,18 +15,18 @@ from lastlayer.losses.zlpr import zlpr_loss_from_indices
 
 
 class Lists(NamedTuple):
-    """The labels of each row: those of row i are ``indices[offsets[i] : offsets[i + 1]]``."""
+    """Lists of labels in CSR: row i has ``indices[offsets[i] : offsets[i + 1]]``."""
 
     indices: Tensor
     offsets: Tensor
 
     @property
     def counts(self) -> Tensor:
-        """How many labels each row has."""
+        """The number of labels of each row."""
         return self.offsets.diff()
 
     def some(self, rows: slice | NDArray[np.int64]) -> "Lists":
-        """The lists of some rows: of a slice, or of any, in that order."""
+        """The lists of a slice of rows, or of the given rows in that order."""
         if isinstance(rows, slice):
             offsets = self.offsets[rows.start : rows.stop + 1]
             return Lists(self.indices[offsets[0] : offsets[-1]], offsets - offsets[0])
@@ -37,19 +37,19 @@ class Lists(NamedTuple):
         return Lists(self.indices[torch.arange(len(shift)) + shift], offsets)
 
     def dense(self, n_labels: int) -> Tensor:
-        """0 and 1, ``(rows, n_labels)``."""
+        """The labels as a bool matrix, ``(rows, n_labels)``."""
         labels = torch.zeros(len(self.offsets) - 1, n_labels, dtype=torch.bool)
         labels[torch.repeat_interleave(self.counts), self.indices] = True
         return labels
 
 
 class RowLoss(NamedTuple):
-    """A loss.
+    """A loss for linear models.
 
     Attributes:
-        of_scores: from scores ``(rows, n)`` and labels to the loss of each row.
-        fused: from hidden, weight, bias, labels and row weights (None for 1) to the summed loss,
-            without the scores; None where there is no such loss.
+        of_scores: computes the loss of each row from scores ``(rows, n)`` and labels.
+        fused: computes the summed loss from hidden, weight, bias, labels and row weights (None for
+            1), without storing scores; None if there is no fused loss.
     """
 
     of_scores: Callable[[Tensor, Lists], Tensor]
@@ -79,7 +79,7 @@ def _fused_sparsemax(
 
 
 def _two_class_sparsemax(scores: Tensor, labels: Lists) -> Tensor:
-    """One score per row, of the second class; that of the first is 0."""
+    """Sparsemax loss with one score per row for the second class; the first class has score 0."""
     return sparsemax_loss(torch.nn.functional.pad(scores, (1, 0)), labels.counts, reduction="none")
 
 

@@ -1,4 +1,4 @@
-"""The penalised loss of a linear model and its gradient, a bounded number of scores at a time."""
+"""The penalised loss of a linear model and its gradient, computed in slices of rows."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from torch import Tensor
 from lastlayer.integrations._linear_losses import Lists, RowLoss
 
 Array = NDArray[Any]
-# Scores that are held at a time: 32 MB in float64.
+# Maximum number of scores in memory: 32 MB in float64.
 MOST_SCORES = 1 << 22
-# With fewer labels a pass over dense scores takes less time than a fused one.
+# With at most this many labels, dense scores are faster than the fused loss.
 _FEW_LABELS = 64
 
 
 class Evaluated(NamedTuple):
-    """A sum of losses, and what changes it."""
+    """A sum of losses, and its gradients by weight and bias."""
 
     value: float
     weight: Tensor
@@ -29,19 +29,19 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    r"""Weighted losses of rows under a linear model, and the penalty of its weight.
+    r"""The weighted mean loss of a linear model, plus an L2 penalty of its weight.
 
     .. math:: \frac{1}{\sum_i w_i} \sum_i w_i\, L(W x_i + b, y_i) + \frac{\alpha}{2} \|W\|^2
 
     Attributes:
         features: ``(rows, d)``, a tensor or a CSR matrix of SciPy, float32 or float64.
         labels: the lists of labels of the rows.
-        row_weight: ``(rows,)`` of that dtype, or None where all are 1.
+        row_weight: ``(rows,)`` of that dtype, or None if all are 1.
         loss: the loss of a row.
         n_scores: number of scores per row.
         alpha: the penalty.
-        unit: how far rows are from their mean. To solvers that divide by it, features of any scale
-            are alike.
+        unit: root mean square distance of rows from their mean. Solvers divide by it, so that the
+            scale of the features does not matter.
         mean: the mean row, float64 ``(d,)``.
     """
 
@@ -56,13 +56,13 @@ class Objective:
 
     @property
     def n_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return int(self.features.shape[0])
 
     def __call__(
         self, weight: Tensor, bias: Tensor, rows: NDArray[np.int64] | None = None
     ) -> Evaluated:
-        """The objective, or an estimate of it without bias from some of the rows."""
+        """The objective, or an unbiased estimate of it from some of the rows."""
         features, labels, row_weight = self.features, self.labels, self.row_weight
         if rows is not None:
             features, labels = features[rows], labels.some(rows)
@@ -84,21 +84,21 @@ class Objective:
 
 
 def row_slices(n_rows: int, n_scores: int) -> Iterator[slice]:
-    """Rows whose scores may be held together."""
+    """Slices of rows with at most ``MOST_SCORES`` scores each."""
     step = max(1, MOST_SCORES // max(1, n_scores))
     for first in range(0, n_rows, step):
         yield slice(first, min(n_rows, first + step))
 
 
 def linear_scores(features: Any, weight: Tensor, bias: Tensor) -> Tensor:
-    """Of rows in a tensor, or in a CSR matrix."""
+    """The scores of features in a tensor, or in a CSR matrix."""
     if isinstance(features, Tensor):
         return torch.addmm(bias, features, weight.T)
     return tensor(features @ weight.T.numpy()).add_(bias)
 
 
 def tensor(array: Array) -> Tensor:
-    """The numbers of an array without a copy; those of a read-only one are not written to."""
+    """An array as a tensor without a copy; read-only arrays must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
@@ -124,7 +124,7 @@ def _in_slices(
         if isinstance(some, Tensor):
             grad_weight.addmm_(grad.T, some)
         else:
-            # Sparse rows come first: only then is it the product of a sparse matrix.
+            # The sparse factor must be on the left for SciPy's sparse product.
             grad_weight += tensor(some.T @ grad.numpy()).T
     return Evaluated(total, grad_weight, grad_bias)
 

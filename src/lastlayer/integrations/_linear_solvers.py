@@ -1,4 +1,4 @@
-"""Minimise the objective of a linear model: by L-BFGS on all rows, or by Adam on some at a time."""
+"""Minimise the objective of a linear model: by L-BFGS on all rows, or by Adam in batches."""
 
 import math
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lastlayer.integrations._linear_objective import Objective
 
-# Steps from which L-BFGS knows the curvature.
+# Number of past steps from which L-BFGS estimates the curvature.
 _HISTORY = 10
 
 
 class Solution(NamedTuple):
-    """Where a solver ended; ``problem`` says why it did so too early, or is None."""
+    """The result of a solver; ``problem`` says why it has not converged, or is None."""
 
     weight: Tensor
     bias: Tensor
@@ -25,11 +25,11 @@ class Solution(NamedTuple):
 def solve_lbfgs(
     objective: Objective, dtype: torch.dtype, *, fit_intercept: bool, max_iter: int, tol: float
 ) -> Solution:
-    """Ends where no entry of the gradient is above ``tol``, or where nothing but rounding moves.
+    """Stops if no entry of the gradient exceeds ``tol``, or if changes are only rounding errors.
 
-    Steps are made in float64, in ``weight * unit`` and, where there is an intercept, in the scores
-    of the mean row: then weights and intercepts have little to do with each other, which takes
-    fewer steps. Memory is that of about 30 weights in it.
+    Variables are ``weight * unit`` and, instead of intercepts, the scores of the mean row, all in
+    float64. These are nearly uncorrelated, which takes fewer steps. Memory: about 30 times the
+    weight in float64.
     """
     n_scores, width, unit = objective.n_scores, objective.features.shape[1], objective.unit
     flat = torch.zeros(n_scores * (width + fit_intercept), dtype=torch.float64)
@@ -66,7 +66,7 @@ def solve_lbfgs(
         largest = float(flat.grad.abs().max())  # type: ignore[union-attr]
         if not largest <= tol:
             problem = (
-                f"L-BFGS took all of its {max_iter} iterations, with a gradient of {largest:.2g}"
+                f"L-BFGS did not converge in {max_iter} iterations: the gradient is {largest:.2g}"
             )
     weight, bias = model()
     return Solution(weight.clone(), bias.clone(), n_iter, problem)
@@ -84,10 +84,10 @@ def solve_adam(
     learning_rate: float,
     patience: int,
 ) -> Solution:
-    """Ends once the loss of an epoch was not better by ``tol`` for ``patience`` epochs.
+    """Stops if the loss of an epoch has not improved by more than ``tol`` for ``patience`` epochs.
 
-    The learning rate is for features of deviation 1, and falls with the root of the epoch. Memory
-    is that of 4 weights.
+    The learning rate is for features with standard deviation 1, and decays with the square root of
+    the epoch. Memory: 4 times the weight.
     """
     n_rows, deviation = objective.n_rows, objective.unit / math.sqrt(objective.features.shape[1])
     rates = learning_rate / deviation, learning_rate
@@ -110,5 +110,5 @@ def solve_adam(
         best = min(best, total / n_rows)
         if waited >= patience:
             return Solution(weight, bias, epoch, None)
-    problem = f"Adam took all of its {max_iter} epochs, and the loss still fell"
+    problem = f"Adam did not converge in {max_iter} epochs, the loss still decreased"
     return Solution(weight, bias, max_iter, problem)

@@ -1,4 +1,4 @@
-"""What the two estimators share: checks, training, and predictions a slice of rows at a time."""
+"""Base class of the scikit-learn estimators: checks, training, and prediction in slices of rows."""
 
 # scikit-learn calls features X.
 # ruff: noqa: N803, N806
@@ -31,12 +31,12 @@ from lastlayer.integrations._linear_objective import (
 from lastlayer.integrations._linear_solvers import Solution, solve_adam, solve_lbfgs
 from lastlayer.integrations._sklearn_targets import Target, target_of
 
-# With alpha="scale": how far from 0 scores are expected.
+# Standard deviation of scores under the prior of alpha="scale".
 _DEVIATION = 10.0
 
 
 class LinearClassifier(ClassifierMixin, BaseEstimator):
-    """A linear model of class labels, or of any number of labels a row."""
+    """A linear multiclass or multi-label classifier."""
 
     _kind: str
     _in_sparse: bool
@@ -70,13 +70,13 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Trains the model.
+        """Train the model.
 
         Args:
             X: features ``(rows, n_features)``: an array, a data frame, or a sparse matrix.
-            y: class labels ``(rows,)``; or labels as 0 and 1, ``(rows, n_labels)``, an array or a
-                sparse matrix.
-            sample_weight: ``(rows,)``, how much each row counts; a weight of 2 is the row twice.
+            y: class labels ``(rows,)``; or an indicator matrix of 0 and 1, ``(rows, n_labels)``,
+                an array or a sparse matrix.
+            sample_weight: weight of each row, ``(rows,)``; 2 is equivalent to repeating the row.
         """
         self._check_parameters()
         X, y = validate_data(
@@ -108,7 +108,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         found = self._solve(objective, tensor(np.empty(0, X.dtype)).dtype, random)
         if found.problem is not None:
             warnings.warn(
-                f"{found.problem}; raise max_iter or tol, or bring the features to one scale",
+                f"{found.problem}; increase max_iter or tol, or scale the features",
                 ConvergenceWarning,
                 stacklevel=4,
             )
@@ -116,7 +116,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         self.n_iter_ = found.n_iter
 
     def _penalty(self, features: StandardScaler, weights: Array | None) -> float:
-        """As it was given, or that of a prior under which scores deviate by so much."""
+        """``alpha`` as given, or from a prior with a standard deviation of scores of 10."""
         if self.alpha != "scale":
             return float(self.alpha)
         rows = features.n_samples_seen_ if weights is None else weights.sum(dtype=np.float64)
@@ -138,7 +138,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         )  # fmt: skip
 
     def _row_weights(self, X: Any, y: Any, sample_weight: Any, target: Target) -> Array | None:
-        """None where all rows count alike."""
+        """The weight of each row; None if all are 1."""
         if sample_weight is None and self.class_weight is None:
             return None
         weights: Array = _check_sample_weight(
@@ -147,24 +147,24 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         if self.class_weight is not None:
             if target.kind == "labels":
                 raise ValueError(
-                    "class_weight: expected None where a row has any number of labels, got "
-                    f"{self.class_weight!r}; give sample_weight to fit"
+                    "class_weight: expected None for multi-label targets, got "
+                    f"{self.class_weight!r}; pass sample_weight to fit instead"
                 )
             weights = weights * compute_sample_weight(self.class_weight, np.ravel(y))
         if not (weights > 0).any():
-            raise ValueError("sample_weight: expected some weight above 0, got zero for every row")
+            raise ValueError("sample_weight: expected at least one weight above 0, got only zeros")
         return None if (weights == 1).all() else weights.astype(X.dtype, copy=False)
 
     def decision_function(self, X: Any) -> Array:
-        """Scores ``(rows, n_classes)``; ``(rows,)`` for two classes, above 0 for the second.
+        """Scores ``(rows, n_classes)``; for two classes ``(rows,)``, above 0 for the second class.
 
-        For labels: above 0 where the label is predicted.
+        Labels with a score above 0 are predicted.
         """
         found = _joined(map(self._decision, self._scores(X)))
         return found.ravel() if self._kind == "two" else found
 
     def predict(self, X: Any) -> Any:
-        """Class labels ``(rows,)``; or labels as 0 and 1, in a sparse matrix where y was one."""
+        """Classes ``(rows,)``; or labels as a matrix of 0 and 1, sparse if y was sparse."""
         decisions = map(self._decision, self._scores(X))
         if self._kind == "classes":
             return self.classes_[_joined(each.argmax(1) for each in decisions)]
@@ -180,7 +180,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         return np.concatenate([1.0 - found, found], 1) if self._kind == "two" else found
 
     def _scores(self, X: Any) -> Iterator[Tensor]:
-        """Linear scores of some rows at a time, in the dtype of the model."""
+        """Linear scores of consecutive slices of rows, in the dtype of the model."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=self.coef_.dtype, reset=False)
         features, weight, bias = features_of(X), tensor(self.coef_), tensor(self.intercept_)
@@ -193,11 +193,11 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
 
     @abstractmethod
     def _decision(self, scores: Tensor) -> Tensor:
-        """What is above 0 where a label is predicted, or highest for a class."""
+        """The decision function: above 0 for predicted labels, highest for the predicted class."""
 
     @abstractmethod
     def _probabilities(self, scores: Tensor) -> Tensor:
-        """Of each label or class; of the second of two."""
+        """Probabilities of all labels or classes; for two classes only of the second."""
 
     def _check_parameters(self) -> None:
         if not isinstance(self.alpha, str):
@@ -219,7 +219,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
 
 
 def features_of(X: Any) -> Any:
-    """Dense features as a tensor; sparse ones as they are."""
+    """Dense features as a tensor; sparse features unchanged."""
     return tensor(X) if isinstance(X, np.ndarray) else X
 
 
@@ -231,7 +231,7 @@ def _joined(slices: Iterable[Tensor]) -> Array:
 def check_number(
     name: str, value: Any, least: float, below: float = math.inf, *, above: bool = False
 ) -> None:
-    """A number from ``least``, or above it, to below another."""
+    """Check a number of at least ``least``, or ``above`` it, and below ``below``."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     number = float(value)

@@ -1,4 +1,4 @@
-"""From what scikit-learn calls y to lists of labels, and back."""
+"""Conversion of scikit-learn targets y to lists of labels."""
 
 from typing import Any, NamedTuple
 
@@ -13,14 +13,14 @@ from lastlayer.integrations._linear_losses import Lists
 
 
 class Target(NamedTuple):
-    """What is to be learnt.
+    """Targets of training.
 
     Attributes:
-        kind: "two" classes, more "classes", or "labels", any number per row.
+        kind: "two" classes, more "classes", or "labels" for multi-label targets.
         classes: the class labels, or 0 to n - 1 for labels.
-        n_scores: one for two classes, else one per class.
-        labels: the scores that should be high, a row.
-        in_sparse: whether labels came in a sparse matrix.
+        n_scores: number of scores per row: 1 for two classes, else one per class or label.
+        labels: the positive scores of each row.
+        in_sparse: whether y was a sparse matrix.
     """
 
     kind: str
@@ -34,8 +34,8 @@ def target_of(y: Any) -> Target:
     """Class labels ``(rows,)``, or an indicator matrix of 0 and 1, dense or sparse."""
     if sparse.issparse(y) and y.shape[1] < 2:
         raise ValueError(
-            "y: expected class labels, or a matrix of at least 2 labels, got a sparse one of "
-            f"shape {y.shape}; for one label give y.toarray().ravel()"
+            "y: expected class labels, or a matrix of at least 2 labels, got a sparse matrix of "
+            f"shape {y.shape}; for one label pass y.toarray().ravel()"
         )
     check_classification_targets(y)
     kind = type_of_target(y, input_name="y")
@@ -59,7 +59,7 @@ def target_of(y: Any) -> Target:
 def _of_indicator(y: Any) -> Target:
     in_sparse = sparse.issparse(y)
     rows = sparse.csr_array(y)
-    # Entries may be zeros that are stored, or stand in any order.
+    # A sparse matrix may store zeros, and its entries may be in any order.
     if in_sparse and rows.nnz:
         rows.sum_duplicates()
         rows.eliminate_zeros()

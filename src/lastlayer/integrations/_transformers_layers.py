@@ -1,10 +1,9 @@
-"""The output layers of swapped Transformers models, and the hooks that connect a model to its own.
+"""The output layers of swapped Transformers models, and the hooks that connect them to a model.
 
-A hook before the forward of the model hands the labels to the output layer; the layer makes the
-loss from hidden states in its own forward, where DDP, FSDP and PEFT expect parameters to be read,
-and returns scores of width 0; whatever the model does to scores is harmless on them. The model's
-``loss_function`` then returns the loss that was made, and a hook after the forward puts right what
-the model returns.
+A hook before the model's forward passes the labels to the output layer. The layer computes the loss
+from hidden states in its own forward, where DDP, FSDP and PEFT expect parameters to be read, and
+returns scores of width 0, so that whatever the model does to scores has no effect. The model's
+``loss_function`` then returns this loss, and a hook after the forward fixes the outputs.
 """
 
 import dataclasses
@@ -23,12 +22,12 @@ from lastlayer.heads import FullSoftmax, Head, MultiLabel
 from lastlayer.integrations._transformers_models import Shape
 
 IGNORED = -100
-# Numbers held for each class of a chunk of rows: log-probabilities, probabilities, their product.
+# Buffers per chunk, in units of its scores: log-probabilities, probabilities, their product.
 _COPIES = 4.0
 
 
 class Known(NamedTuple):
-    """Statistics of the labels that count; all but the first have the shape of the labels."""
+    """Statistics of labels that are not ignored; all but the first have the labels' shape."""
 
     token_accuracy: Tensor
     log_prob: Tensor
@@ -37,11 +36,11 @@ class Known(NamedTuple):
 
 
 class Call:
-    """What one forward of a model asks of its output layer, and what the layer made."""
+    """One forward of a model: its request to the output layer, and the results of the layer."""
 
     def __init__(self, wants: str, target: Tensor | None = None) -> None:
-        # "loss" and "logits", of which the first needs a target; or "hidden" or "rows", which keep
-        # the hidden states: those of all rows, or those that the model will select.
+        # "loss", which needs a target, or "logits"; or, to keep the hidden states, "hidden" for
+        # all rows, or "rows" for those that the model will select.
         self.wants, self.target = wants, target
         self.keep: Any = 0
         self.n_items: Any = None
@@ -53,30 +52,29 @@ class Call:
         self.known: Known | None = None
 
     def target_of(self, hidden: Tensor) -> Tensor:
-        """One label for each hidden state: those that ``logits_to_keep`` left."""
+        """One label per hidden state, for those that ``logits_to_keep`` keeps."""
         target, shape = self.target, tuple(hidden.shape[:-1])
         if target is None:
-            raise ValueError("labels: expected some, got None")
+            raise ValueError("labels: expected a tensor, got None")
         if tuple(target.shape) != shape:
             target = kept(target, self.keep)
         if tuple(target.shape) != shape:
             raise ValueError(
-                f"labels: expected shape {shape}, that of the hidden states that reach the output "
-                f"layer, got {tuple(target.shape)}; give one label per token, or per text to a "
-                "classifier"
+                f"labels: expected shape {shape} like the hidden states of the output layer, got "
+                f"{tuple(target.shape)}; give one label per token, or per text to a classifier"
             )
         return target.to(hidden.device)
 
 
 class OutputLayer(torch.nn.Module):
-    """What both layers share: they are given a call by :class:`Swap` and carry it out."""
+    """Base class of both output layers, which get each :class:`Call` from :class:`Swap`."""
 
     def __init__(self, swap: "Swap", *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.swap = swap
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Scores ``(*batch, n_classes)``; of width 0 where the model is to do nothing to them."""
+        """Scores ``(*batch, n_classes)``; of width 0 if the model should not process them."""
         call: Call | None = self.swap.call
         if call is None:
             return self.direct_scores(hidden)
@@ -84,7 +82,7 @@ class OutputLayer(torch.nn.Module):
             call.hidden = hidden
             return hidden.new_empty((*hidden.shape[:-1], 0))
         if call.wants == "rows":
-            # The number of each row: what the model selects of them says which rows it wants.
+            # Row numbers as scores: the model's selection of them shows which rows it uses.
             call.hidden = hidden.reshape(-1, hidden.shape[-1])
             number = torch.arange(len(call.hidden), device=hidden.device, dtype=torch.float32)
             return number.reshape(*hidden.shape[:-1], 1)
@@ -95,20 +93,20 @@ class OutputLayer(torch.nn.Module):
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     def direct_scores(self, hidden: Tensor) -> Tensor:
-        """Where the layer is called by itself."""
+        """Scores if the layer is called directly, outside the model's forward."""
         raise NotImplementedError
 
     def make_scores(self, hidden: Tensor, call: Call) -> Tensor:
-        """For the model to return, which may do to them what it does."""
+        """Scores to be processed and returned by the model."""
         raise NotImplementedError
 
     def make_loss(self, hidden: Tensor, call: Call) -> Tensor:
-        """Over the labels that count, by their number or by ``n_items``."""
+        """The sum over labels that are not ignored, divided by their number or ``n_items``."""
         raise NotImplementedError
 
 
 class LMHead(OutputLayer, torch.nn.Linear):
-    """A linear layer with a softmax: its scores are those of ``nn.Linear``, its loss is fused."""
+    """A linear layer with a softmax: scores as in ``nn.Linear``, with a fused loss."""
 
     bias: Any
 
@@ -121,7 +119,7 @@ class LMHead(OutputLayer, torch.nn.Linear):
         self.softcap, self.temperature, self.chunk_rows = softcap, temperature, chunk_rows
 
     def loss_options(self) -> dict[str, Any]:
-        """What the fused loss takes by name."""
+        """Keyword arguments of the fused loss."""
         names = ("softcap", "temperature", "chunk_rows")
         return {name: getattr(self, name) for name in names}
 
@@ -147,7 +145,7 @@ class LMHead(OutputLayer, torch.nn.Linear):
         return loss if call.n_items is None else loss / on_device(call.n_items, loss)
 
     def _with_adapters(self, hidden: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of LoRA, ``W h + s B A h`` is one product of longer vectors: [W, B] [h, s A h]."""
+        """With LoRA, ``W h + s B A h`` as one product of longer vectors: [W, B] [h, s A h]."""
         weight, bias = self.weight, self.bias
         hiddens, weights = [hidden], [weight]
         for down, up, dropout, scaling in call.adapters:
@@ -166,9 +164,9 @@ class LMHead(OutputLayer, torch.nn.Linear):
 
 
 class ScoreHead(OutputLayer):
-    """Any other head. It has no ``weight``: nothing can mistake it for a linear layer.
+    """Any other head. It has no ``weight``, so that no code treats it as a linear layer.
 
-    Its state has the names of the head's, so that ``lm_head.weight`` keeps its name.
+    Its ``state_dict`` is the head's, so that ``lm_head.weight`` keeps its name.
     """
 
     def __init__(self, swap: "Swap", head: Head) -> None:
@@ -179,15 +177,15 @@ class ScoreHead(OutputLayer):
     def direct_scores(self, hidden: Tensor) -> Tensor:
         if self.swap.shape != Shape():
             raise RuntimeError(
-                "output layer: expected to be called by its model, which would otherwise cap or "
-                "scale log-probabilities as if they were scores; call model(...), not "
+                "output layer: expected a call by its model, got a direct call, after which the "
+                "model would cap or scale log-probabilities like scores; call model(...), not "
                 "model.forward(...)"
             )
         return self._scores(hidden)
 
     def _scores(self, hidden: Tensor) -> Tensor:
         if isinstance(self.head, MultiLabel):
-            # Labels do not compete: the score of each is the log-odds of nothing but itself.
+            # Labels are independent: each score is the log-odds of one label.
             return functional.linear(hidden, self.head.weight, self.head.bias)
         return self.head.log_prob(hidden)
 
@@ -212,7 +210,7 @@ class ScoreHead(OutputLayer):
         loss = self._reduced(hidden, *given, reduction="mean")
         if call.n_items is None:
             return loss
-        # Trainer counts entries; its batches then add up to a mean over rows.
+        # Trainer counts entries of labels: a batch is weighted by its share of them.
         entries = on_device((labels != IGNORED).sum(), loss)
         return loss * (entries / on_device(call.n_items, loss))
 
@@ -226,11 +224,11 @@ class ScoreHead(OutputLayer):
         return loss
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """That of the head."""
+        """The ``state_dict`` of the head."""
         return self.head.state_dict(*args, **options)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch's distributed checkpoints: below which part the names of the state are."""
+        """For torch's distributed checkpoints: the submodule that contains each state entry."""
         return {name.split(".")[0]: "head" for name in self.head.state_dict()}
 
     def __getattr__(self, name: str) -> Any:
@@ -251,7 +249,7 @@ class ScoreHead(OutputLayer):
 
 def _add_prefix(module: ScoreHead, state: dict[str, Any], prefix: str, *_others: Any) -> None:
     if not hasattr(module.head, "weight"):
-        # What save_pretrained adds for those who expect a linear layer.
+        # save_pretrained adds this entry for code that expects a linear layer.
         state.pop(f"{prefix}weight", None)
     names = [name for name in state if name.startswith(prefix)]
     moved = {f"{prefix}head.{name.removeprefix(prefix)}": state.pop(name) for name in names}
@@ -259,15 +257,15 @@ def _add_prefix(module: ScoreHead, state: dict[str, Any], prefix: str, *_others:
 
 
 class Swap:
-    """The connection of a model to its output layer: what hooks and layer both know.
+    """The state shared by a model's hooks and its output layer.
 
-    It does not hold the model, so that a copy of the model or of the layer has one of its own.
+    It has no reference to the model, so that a copy of the model or of the layer gets its own Swap.
     """
 
     def __init__(self, layer: str, shape: Shape, logits: str, statistics: bool) -> None:
         self.layer, self.shape = layer, shape
         self.logits, self.statistics = logits, statistics
-        # Whether the parameters of the head are those that the layer had.
+        # Whether the head has the parameters of the original layer.
         self.shares = True
         self.call: Call | None = None
         self.restore: Callable[[Any], None] = _nothing_to_restore
@@ -282,18 +280,18 @@ class Swap:
         names = [*signature.parameters]
         self.labels_at = names.index("labels") if "labels" in names else None
         if self.statistics:
-            # Made now: a compiler cannot make classes.
+            # Created now, since torch.compile cannot create classes.
             returned = signature.return_annotation
             kinds = [*get_args(returned), returned]
             self.kinds = {each: _with_statistics(each) for each in kinds if _has_logits(each)}
         self.handles = [
             model.register_forward_pre_hook(before, with_kwargs=True),
-            # Also after an error: nothing of a call may be left for the next one.
+            # Also called after an error, so that no state is left for the next call.
             model.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 
     def wants_logits(self, model: torch.nn.Module) -> bool:
-        """Whether logits are made beside a loss."""
+        """Whether logits are computed in addition to a loss."""
         return self.logits == "always" or (self.logits == "eval" and not model.training)
 
     def labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,11 +301,11 @@ class Swap:
         return kwargs.get("labels")
 
     def hand_over(self, model: Any, call: Call | None) -> None:
-        """Give the call to the layer, also where PEFT has wrapped it."""
+        """Pass the call to the layer, which may be wrapped by PEFT."""
         if call is not None and getattr(model, "_is_replica", False):
             raise RuntimeError(
                 "model: expected one process per GPU, got torch.nn.DataParallel, whose threads "
-                "share their hooks; start the script with torchrun or accelerate launch"
+                "share hooks; start the script with torchrun or accelerate launch"
             )
         self.call = call
         layer: Any = model
@@ -320,13 +318,13 @@ class Swap:
             each.swap.call = call
         if call is not None and call.wants != "logits" and hasattr(layer, "base_layer"):
             call.adapters = list(_adapters(layer))
-            # The layer adds what the adapters do; the wrapper, which adds it to scores, must not.
+            # The layer adds the adapters' output; the wrapper must not add it to the scores again.
             self.paused = [layer] if call.adapters else []
             for each in self.paused:
                 each._disable_adapters = True
 
     def finish(self, model: Any) -> Call | None:
-        """Take the call back."""
+        """End the call: reset adapters and layer, and return it."""
         call = self.call
         for each in self.paused:
             each._disable_adapters = False
@@ -334,12 +332,12 @@ class Swap:
         self.hand_over(model, None)
         return call
 
-    # Of a causal language model.
+    # Hooks of a causal language model.
 
     def before_tokens(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a causal language model."""
         if self.call is not None and self.call.wants == "hidden":
-            # Asked for from outside.
+            # Set by generate_with.
             return self.hand_over(model, self.call)
         labels = self.labels(args, kwargs)
         if labels is None:
@@ -357,7 +355,7 @@ class Swap:
         return self.hand_over(model, call)
 
     def loss(self, logits: Tensor, labels: Tensor, *_args: Any, **_options: Any) -> Tensor:  # noqa: ARG002
-        """The ``loss_function`` of the model: what the output layer has made."""
+        """The ``loss_function`` of the model: returns the loss of the output layer."""
         call = self.call
         if call is None or call.loss is None:
             raise RuntimeError(
@@ -371,14 +369,14 @@ class Swap:
     ) -> Any:
         """After the forward of a causal language model."""
         call = self.finish(model)
-        # Some replace the forward of the model by one that does without the output layer.
+        # Some libraries replace the model's forward by one that skips the output layer.
         unused = call is not None and call.wants == "loss" and call.loss is None
         if call is None or outputs is None or unused:
             return outputs
         return self.returned(outputs, call, int(call.wants == "loss"))
 
     def returned(self, outputs: Any, call: Call, place: int) -> Any:
-        """What the model returns, with the logits that were made, or without any."""
+        """The outputs of the model, with the logits that were computed, or without logits."""
         without = call.wants == "loss" and not call.with_logits
         if isinstance(outputs, tuple):
             if call.known is not None:
@@ -396,12 +394,12 @@ class Swap:
         kind = self.kinds.get(kind) or _with_statistics(kind)
         return kind(**fields, **call.known._asdict())
 
-    # Of a sequence classifier.
+    # Hooks of a sequence classifier.
 
     def before_rows(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the forward of a classifier: it selects rows, and makes no loss of its own."""
+        """Before the forward of a classifier, which then selects rows but computes no loss."""
         labels = self.labels(args, kwargs)
         if self.labels_at is not None and len(args) > self.labels_at:
             args = *args[: self.labels_at], None, *args[self.labels_at + 1 :]
@@ -413,7 +411,7 @@ class Swap:
     def after_rows(
         self, model: Any, _args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> Any:
-        """After the forward of a classifier: the head meets the rows that were selected."""
+        """After the forward of a classifier: call the head on the selected rows."""
         asked = self.finish(model)
         if asked is None or asked.hidden is None or outputs is None:
             return outputs
@@ -438,11 +436,11 @@ class Swap:
 
 
 def _nothing_to_restore(_model: Any) -> None:
-    """Before a head is installed."""
+    """Placeholder until a head is installed."""
 
 
 def kept(target: Tensor, keep: Any) -> Tensor:
-    """The labels of the hidden states that ``logits_to_keep`` leaves."""
+    """The labels of the hidden states that ``logits_to_keep`` keeps."""
     if not isinstance(keep, Tensor):
         return target[:, -keep:] if keep else target
     if keep.dim() == 2 and keep.dtype == torch.bool:
@@ -451,12 +449,12 @@ def kept(target: Tensor, keep: Any) -> Tensor:
 
 
 def on_device(n_items: Any, like: Tensor) -> Tensor:
-    """A number, or a tensor where it may not be, where the loss is."""
+    """A number, or a tensor on any device, as a tensor on the device of ``like``."""
     return torch.as_tensor(n_items, device=like.device)
 
 
 def known(target: Tensor, log_prob: Tensor, entropy: Tensor, argmax: Tensor) -> Known:
-    """Statistics, with the share of labels that the best class meets."""
+    """Statistics, with the accuracy of the argmax added."""
     counts = target != IGNORED
     hits = ((argmax == target) & counts).sum()
     return Known(hits / counts.sum().clamp(min=1), log_prob, entropy, argmax)
@@ -464,7 +462,7 @@ def known(target: Tensor, log_prob: Tensor, entropy: Tensor, argmax: Tensor) -> 
 
 @torch.no_grad()
 def known_of(head: Head, hidden: Tensor, target: Tensor) -> Known:
-    """Statistics of any head, from the log-probabilities of a chunk of rows at a time."""
+    """Statistics of any head, from log-probabilities chunk by chunk."""
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     counts, made = ids != IGNORED, []
     for part in row_chunks(rows, head.n_classes, head.chunk_rows, _COPIES):
@@ -476,13 +474,13 @@ def known_of(head: Head, hidden: Tensor, target: Tensor) -> Known:
 
 
 def positives_of(labels: Tensor, head: MultiLabel) -> tuple[Tensor, ...]:
-    """The labels that are on: lists as they are, and a 0/1 matrix as lists with offsets."""
+    """Labels as arguments of the head: lists unchanged, a 0/1 matrix as lists with offsets."""
     if not labels.is_floating_point() and labels.dtype != torch.bool:
         return (labels,)
     if labels.shape[-1] != head.n_classes:
         raise ValueError(
             f"labels: expected 0 and 1 for each of the {head.n_classes} labels, got shape "
-            f"{tuple(labels.shape)}; lists of label ids, padded with {IGNORED}, are integers"
+            f"{tuple(labels.shape)}; for lists of label ids, padded with {IGNORED}, use integers"
         )
     rows, classes = labels.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=labels.shape[0])
@@ -490,18 +488,18 @@ def positives_of(labels: Tensor, head: MultiLabel) -> tuple[Tensor, ...]:
 
 
 def _output_layers(wrapper: torch.nn.Module, name: str) -> Iterator[OutputLayer]:
-    """Those inside of what a library has wrapped around the layer."""
+    """The output layers inside a wrapper that another library has added."""
     found = [each for each in wrapper.modules() if isinstance(each, OutputLayer)]
     if not found:
         raise RuntimeError(
-            f"{name}: expected the layer that swap_head put there, got {type(wrapper).__name__}; "
-            "call swap_head after what replaced it"
+            f"{name}: expected the layer of swap_head, got {type(wrapper).__name__}; call "
+            "swap_head after the layer is replaced"
         )
     yield from found
 
 
 def _adapters(layer: Any) -> Iterator[tuple[Any, ...]]:
-    """Of PEFT's LoRA around the layer: what it adds, where it adds anything."""
+    """The active LoRA adapters of PEFT around the layer: A, B, dropout and scaling of each."""
     if layer.disable_adapters or layer.merged:
         return
     is_lora = type(layer).__module__.startswith("peft.tuners.lora.")
@@ -524,6 +522,6 @@ def _has_logits(kind: Any) -> bool:
 
 @cache
 def _with_statistics(outputs: Any) -> type[Any]:
-    """The class of outputs with fields for statistics."""
+    """A subclass of an output class, with fields for statistics."""
     fields = [(name, Tensor | None, dataclasses.field(default=None)) for name in Known._fields]
     return dataclasses.make_dataclass(f"{outputs.__name__}WithStatistics", fields, bases=(outputs,))

@@ -1,4 +1,4 @@
-"""What has to be known of a model of Transformers before its output layer is swapped."""
+"""Properties of a Transformers model that are needed to swap its output layer."""
 
 import inspect
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# What configurations call a cap on logits, and a number that multiplies them, or divides them.
+# Names in configurations of a cap on logits, and of a factor of logits: True if it divides them.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALES = {
     "logit_scale": False, "lm_head_multiplier": False, "output_multiplier": False,
     "logits_scaling": True,
 }  # fmt: skip
-# Scores that a model is given reach from minus this to this: far enough for any cap to show.
+# Range of the scores for probing a model, large enough to show the effect of any cap.
 _PROBED = 60.0
 
 
@@ -24,14 +24,14 @@ class Support(NamedTuple):
 
     ok: bool
     why: str
-    """What is in the way; empty where nothing is."""
+    """The reason if not; otherwise empty."""
 
     def __bool__(self) -> bool:
         return self.ok
 
 
 class Shape(NamedTuple):
-    """What a model does to scores: ``softcap * tanh(scores / softcap) / temperature``."""
+    """Cap and scale of scores: ``softcap * tanh(scores / softcap) / temperature``."""
 
     softcap: float | None = None
     temperature: float = 1.0
@@ -43,10 +43,10 @@ class Shape(NamedTuple):
 
 
 def supports(model: Any) -> Support:
-    """Whether :func:`swap_head` can take a model, and if not, why.
+    """Whether :func:`swap_head` supports a model, and if not, why.
 
     Args:
-        model: any model; only its class and configuration are looked at, nothing is run.
+        model: any model; only its class and configuration are inspected, it is not run.
 
     Example:
         >>> supports(torch.nn.Linear(2, 2)).why
@@ -67,25 +67,25 @@ def supports(model: Any) -> Support:
         )
     if not _uses_loss_function(type(model)):
         return Support(
-            False, f"{name}.forward makes its own loss instead of calling self.loss_function"
+            False, f"{name}.forward computes its own loss instead of calling self.loss_function"
         )
     loss = _stock_loss(model)
     if loss is not import_transformers().loss.loss_utils.ForCausalLMLoss:
         return Support(False, f"{name} is trained with {getattr(loss, '__name__', loss)}")
     if getattr(model, "_tp_size", None) is not None:
-        return Support(False, "its output layer is split over processes (tensor parallelism)")
+        return Support(False, "its output layer is sharded over processes (tensor parallelism)")
     if getattr(model, "hf_quantizer", None) is not None and _is_packed(layer.weight):
         return Support(False, f"its output layer is quantized ({layer.weight.dtype})")
     return Support(True, "")
 
 
 def guessed_shape(config: Any) -> Shape:
-    """What a configuration says about logits."""
+    """Cap and scale of logits according to a configuration."""
     return next(_shapes(config))
 
 
 def _shapes(config: Any) -> Iterator[Shape]:
-    """What a model may do to scores by its configuration; the most common reading first."""
+    """Possible caps and scales of a configuration, the most common interpretation first."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     caps = [value for each in _CAPS if (value := getattr(text, each, None))]
     divisors = [
@@ -97,12 +97,12 @@ def _shapes(config: Any) -> Iterator[Shape]:
         for divisor in [*divisors, *(1.0 / each for each in divisors), 1.0]:
             yield Shape(cap, divisor)
             if cap is not None:
-                # The same where scores are scaled before they are capped.
+                # For models that scale scores before they cap them.
                 yield Shape(cap * divisor, divisor)
 
 
 def found_shape(model: Any, layer: torch.nn.Linear) -> Shape:
-    """What the model does to scores: known ones are put in the place of its own."""
+    """Cap and scale of a model, measured by replacing its scores with known ones."""
     if layer.weight.is_meta:
         raise ValueError(
             "check: expected a model with parameters, got one on the meta device; load it first, "
@@ -149,7 +149,7 @@ def found_shape(model: Any, layer: torch.nn.Linear) -> Shape:
 
 @contextmanager
 def _evaluated(model: Any) -> Iterator[Any]:
-    """What the model returns for two tokens with labels, in eval mode."""
+    """Yields the outputs of the model for two tokens with labels, in eval mode."""
     modes = {each: each.training for each in model.modules()}
     device = model.get_input_embeddings().weight.device
     most = model.get_input_embeddings().weight.shape[0] - 1
@@ -193,11 +193,11 @@ def name_of(model: Any, layer: torch.nn.Module) -> str:
 
 
 def classifier_of(model: Any) -> tuple[str, torch.nn.Linear]:
-    """The output layer of a classifier, and its name."""
+    """The name of the output layer of a classifier, and the layer."""
     config = getattr(model, "config", None)
     if hasattr(model, "_lastlayer") or not hasattr(model, "base_model") or config is None:
         raise ValueError(
-            "model: expected a model of Transformers for sequence classification that has not been "
+            "model: expected a Transformers model for sequence classification that has not been "
             f"swapped, got {type(model).__name__}"
         )
     inside = {*model.base_model.modules()}
@@ -222,7 +222,7 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "swapping heads of Transformers needs the package transformers; install it with "
+            "swapping heads of Transformers models needs the package transformers; install it with "
             'pip install "lastlayer[hf]"'
         ) from error
     return transformers

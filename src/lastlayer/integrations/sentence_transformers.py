@@ -1,7 +1,7 @@
 """InfoNCE as a loss of sentence-transformers.
 
-Nothing of that library is imported here: a loss gets its model, calls it with the features of a
-column of texts, and takes ``sentence_embedding`` out of what it returns.
+This module does not import that library: a loss gets the model, calls it with the features of a
+column of texts, and reads ``sentence_embedding`` from the result.
 """
 
 from collections.abc import Iterable
@@ -17,30 +17,30 @@ _SIMILARITIES = ("cosine", "dot")
 
 
 class InfoNCELoss(torch.nn.Module):
-    """:func:`lastlayer.info_nce` for a ``SentenceTransformer``, in place of its ranking losses.
+    """:func:`lastlayer.info_nce` for a ``SentenceTransformer``, instead of its ranking losses.
 
-    With its defaults it is ``MultipleNegativesRankingLoss``, and with ``symmetric=True`` the one
-    with the directions query to document and document to query, each with its own softmax. It
-    differs in what it needs: similarities of a batch are never held together, so that the batch
-    may have as many pairs as the encoder can take; pairs that belong together can be told by a
-    label; the scale can be learned; and processes may have batches of different sizes.
+    With its defaults it equals ``MultipleNegativesRankingLoss``; with ``symmetric=True`` the
+    variant with both directions, query to document and document to query, each with its own
+    softmax. The similarity matrix of a batch is never stored, so the batch size is limited only by
+    the encoder. In addition, labels can mark pairs that belong together, the scale can be learned,
+    and processes may have batches of different sizes.
 
-    Inputs are (anchor, positive) pairs, or tuples with further columns of negatives, which all
-    anchors share.
+    Inputs are (anchor, positive) pairs, or tuples with more columns of negatives, which are shared
+    by all anchors.
 
     Args:
         model: the ``SentenceTransformer``.
         scale: 1 / temperature.
-        symmetric: positives look for their anchor too.
+        symmetric: also classify the anchor of each positive.
         similarity: "cosine" or "dot".
         learn_scale: makes the scale a parameter, ``loss.info_nce.log_scale``.
-        max_scale: the most that a learned scale may become.
-        group_by_label: labels are groups: pairs with the same integer belong together. Without it
-            labels are not looked at.
-        same_group: what positives of another pair of the group are: "ignore" leaves them out,
-            "positive" makes them positives.
-        gather_across_devices: take the positives and negatives of all processes.
-        chunk_rows: anchors whose similarities are held at a time, "auto" or "low".
+        max_scale: upper bound of a learned scale.
+        group_by_label: labels are groups: pairs with the same integer belong together. If False,
+            labels are ignored.
+        same_group: how to treat the positives of other pairs of the group: "ignore" masks them
+            out, "positive" counts them as positives.
+        gather_across_devices: use the positives and negatives of all processes.
+        chunk_rows: number of anchors per chunk, "auto" or "low".
 
     Example:
         .. code-block:: python
@@ -92,11 +92,11 @@ class InfoNCELoss(torch.nn.Module):
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None
     ) -> Tensor:
-        """The loss from the vectors of anchors, positives, and each column of negatives."""
+        """The loss from the embeddings of anchors, positives, and each column of negatives."""
         if len(embeddings) < 2:
             raise ValueError(
                 "sentence_features: expected a column of anchors and one of positives, got "
-                f"{len(embeddings)}"
+                f"{len(embeddings)} columns"
             )
         anchor, positive, *negatives = embeddings
         groups = None
@@ -107,7 +107,7 @@ class InfoNCELoss(torch.nn.Module):
                     "column 'label', or group_by_label=False"
                 )
             groups = labels.view(-1)
-        # Alone there is nothing to gather; the library's own losses then do not ask either.
+        # Without a process group there is nothing to gather, and the library's losses need none.
         together = distributed.is_available() and distributed.is_initialized()
         self.info_nce.options["gather"] = self.gather_across_devices and together
         further = torch.cat(negatives) if negatives else None
@@ -116,11 +116,11 @@ class InfoNCELoss(torch.nn.Module):
 
     @property
     def temperature(self) -> float:
-        """1 / scale, as it is now."""
+        """The current temperature, 1 / scale."""
         return self.info_nce.temperature
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What it was made with, for a model card."""
+        """The arguments of the constructor, for a model card."""
         options = self.info_nce.options
         return {
             "scale": self.scale,

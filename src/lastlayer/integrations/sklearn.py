@@ -1,4 +1,4 @@
-"""Linear classifiers for scikit-learn, trained with ZLPR and with the loss of sparsemax."""
+"""Linear classifiers for scikit-learn, trained with ZLPR or with the sparsemax loss."""
 
 # scikit-learn calls features X.
 # ruff: noqa: N803, N806
@@ -37,69 +37,69 @@ __all__ = ["SparsemaxClassifier", "ZLPRClassifier"]
 
 
 class ZLPRClassifier(LinearClassifier):
-    r"""A linear model for any number of labels a row, or for classes, trained with ZLPR.
+    r"""A linear multi-label or multiclass classifier, trained with ZLPR.
 
     .. math:: \min_{W, b}\; \frac{1}{\sum_i w_i} \sum_i w_i\, L(W x_i + b, y_i)
               + \frac{\alpha}{2} \|W\|^2
 
-    with L as in :func:`lastlayer.zlpr_loss`. Choose it where a row has few labels of many. What y
-    is tells what is learnt:
+    with L as in :func:`lastlayer.zlpr_loss`. Choose it if each row has a few of many labels. The
+    task follows from y:
 
-    * a matrix of 0 and 1, dense or sparse: any number of labels a row, also none. Those with a
-      score above 0 are predicted. All labels are trained together, unlike in
+    * a matrix of 0 and 1, dense or sparse: multi-label; a row may have no labels. Labels with a
+      score above 0 are predicted. All labels are trained jointly, unlike in
       ``OneVsRestClassifier(LogisticRegression())``.
-    * labels of more than two classes: the class of the highest score is predicted.
-    * labels of two classes: ZLPR with one score is the logistic loss, and this is
+    * more than two classes: the class with the highest score is predicted.
+    * two classes: ZLPR with one score is the logistic loss, so this equals
       ``LogisticRegression(C=1 / (alpha * rows))``.
 
-    The penalty suits the features by itself: with ``alpha="scale"`` it is
+    With ``alpha="scale"`` the penalty adapts to the scale of the features:
 
-    .. math:: \alpha = \frac{\operatorname{E} \|x - \operatorname{E} x\|^2}{100 \sum_i w_i},
+    .. math:: \alpha = \frac{\operatorname{E} \|x - \operatorname{E} x\|^2}{100 \sum_i w_i}.
 
-    that of a normal prior under which the scores of rows deviate by 10. Features times a number
-    give the same predictions, and rows of length 1, as tf-idf makes them, are penalised as little
-    as features of deviation 1. A number is taken as it is.
+    This corresponds to a normal prior under which scores have a standard deviation of 10. Scaling
+    all features does not change predictions, and rows of length 1, as tf-idf produces them, are
+    penalised like features with standard deviation 1. A number is used unchanged.
 
-    Probabilities: those of two classes are :math:`\sigma(s)` and right as they are. Those of more
-    classes are a softmax, and of labels :math:`\sigma(2s)`: the sign of a score is learnt, but
-    the scale of scores from hard labels is not that of log-odds, see
-    :func:`lastlayer.zlpr_probability`. With ``calibrate=True`` a share of the rows is not trained
-    on, and :class:`lastlayer.ZLPRCalibrator` fits a curve a label to it; the decision function is
-    then the log-odds of that curve, so that it, ``predict`` and ``predict_proba`` agree. (For more
-    than two classes the curves are made to sum to 1.)
+    Probabilities of two classes are :math:`\sigma(s)`, as in logistic regression. Those of more
+    classes are a softmax, and those of labels :math:`\sigma(2s)`: training on hard labels
+    determines the sign of a score, but its scale is not that of log-odds, see
+    :func:`lastlayer.zlpr_probability`. With ``calibrate=True``, :class:`lastlayer.ZLPRCalibrator`
+    fits one curve per label on held-out rows; the decision function is then the log-odds of these
+    curves, so that it agrees with ``predict`` and ``predict_proba``. (For more than two classes the
+    probabilities of the curves are normalised to sum to 1.)
 
-    Memory for many labels: that of some 30 matrices like ``coef_`` in float64 for L-BFGS, and of
-    4 in the dtype of the features for Adam. Scores of all rows and labels are never held together,
-    neither in training nor to predict a sparse matrix. All runs on the CPU; for a GPU see
+    Memory for many labels: about 30 matrices like ``coef_`` in float64 for L-BFGS, or 4 in the
+    dtype of the features for Adam. The scores of all rows and labels are never stored together,
+    neither in training nor to predict a sparse matrix. Everything runs on the CPU; for a GPU see
     :class:`lastlayer.heads.MultiLabel`.
 
     Args:
-        alpha: the penalty of the weights, at least 0, or "scale"; intercepts have none.
+        alpha: L2 penalty of the weights, at least 0, or "scale"; intercepts are not penalised.
         fit_intercept: whether each label has an intercept.
-        class_weight: None, "balanced" or weights by class, as in scikit-learn; for classes only.
-        solver: "lbfgs" for all rows at once, or "adam" for batches, where there are many rows.
-        max_iter: the most iterations of L-BFGS, or epochs of Adam.
-        tol: L-BFGS ends where no entry of the gradient is above it, where that of the weights is
-            divided by how far rows are from their mean; Adam where the loss of an epoch got no
-            better by it.
-        batch_size: rows of a step of Adam.
-        learning_rate: of Adam in its first epoch, for features of deviation 1; it falls with the
-            root of the epoch.
-        n_iter_no_change: epochs without an improvement after which Adam ends.
-        calibrate: whether probabilities and thresholds are fitted on a share of the rows.
-        validation_fraction: that share, above 0 and below 1. No more than 4 million scores are
-            looked at.
-        random_state: for the order of rows, and which of them are held out.
+        class_weight: None, "balanced" or weights by class, as in scikit-learn; not for labels.
+        solver: "lbfgs" with all rows in each step, or "adam" with batches, for many rows.
+        max_iter: maximum number of iterations of L-BFGS, or epochs of Adam.
+        tol: L-BFGS stops if no entry of the gradient exceeds it, where the gradient of the weights
+            is divided by the root mean square distance of rows from their mean; Adam if the loss of
+            an epoch does not improve by more than it.
+        batch_size: batch size of Adam.
+        learning_rate: learning rate of Adam in its first epoch, for features with standard
+            deviation 1; it decays with the square root of the epoch.
+        n_iter_no_change: number of epochs without improvement after which Adam stops.
+        calibrate: whether to fit probabilities and thresholds on held-out rows.
+        validation_fraction: share of rows to hold out, above 0 and below 1; at most 4 million
+            scores are used.
+        random_state: random state of the order of rows and of the held-out rows.
 
     Attributes:
         coef_: ``(n_scores, n_features)``; one score for two classes.
         intercept_: ``(n_scores,)``.
         classes_: the classes; for labels 0 to ``n_labels - 1``.
         alpha_: the penalty.
-        n_iter_: how many iterations or epochs there were.
+        n_iter_: number of iterations or epochs.
         calibrator_: the fitted :class:`lastlayer.ZLPRCalibrator`, or None.
-        n_features_in_: how many features there are.
-        feature_names_in_: their names, where X had names.
+        n_features_in_: number of features.
+        feature_names_in_: names of the features, if X has names.
 
     Example:
         >>> X = [[0.0], [1.0], [2.0], [3.0]]
@@ -153,13 +153,13 @@ class ZLPRClassifier(LinearClassifier):
     def _split(
         self, n_rows: int, n_scores: int, weights: Array | None, random: np.random.RandomState
     ) -> tuple[Array, Array]:
-        """Rows that are trained on, and rows that are held out; a weight of 0 is neither."""
+        """Rows for training, and held-out rows; rows with weight 0 are in neither."""
         rows = np.arange(n_rows) if weights is None else np.flatnonzero(weights)
         share = round(self.validation_fraction * len(rows))
         n_held = max(1, min(share, MOST_SCORES // n_scores))
         if n_held >= len(rows):
             raise ValueError(
-                f"validation_fraction: expected to leave rows to train on, got "
+                f"validation_fraction: expected to leave rows for training, got "
                 f"{self.validation_fraction} of {len(rows)} rows"
             )
         order = random.permutation(rows)
@@ -176,7 +176,7 @@ class ZLPRClassifier(LinearClassifier):
     def _probabilities(self, scores: Tensor) -> Tensor:
         decision = self._decision(scores)
         if self._kind == "classes":
-            # With a curve a class: the probabilities of each against the rest, over their sum.
+            # With one curve per class: one-vs-rest probabilities, divided by their sum.
             logits = decision if self.calibrator_ is None else logsigmoid(decision)
             return torch.softmax(logits, -1)
         if self._kind == "labels" and self.calibrator_ is None:
@@ -191,54 +191,53 @@ class ZLPRClassifier(LinearClassifier):
 def _has_probabilities(estimator: Any) -> bool:
     if getattr(estimator, "_kind", None) == "labels":
         raise AttributeError(
-            "predict_proba: expected classes, got labels; sparsemax has no probability of each "
-            "label, but one distribution over all of them: use predict_distribution"
+            "predict_proba: expected classes, got labels; sparsemax has no probability per label, "
+            "but one distribution over all labels: use predict_distribution"
         )
     return True
 
 
 class SparsemaxClassifier(LinearClassifier):
-    r"""A linear model for classes, or for any number of labels a row, with the loss of sparsemax.
+    r"""A linear multiclass or multi-label classifier with the sparsemax loss.
 
-    It minimises the same sum as :class:`ZLPRClassifier`, with :func:`lastlayer.sparsemax_loss` for
-    classes and :func:`lastlayer.multilabel_sparsemax_loss` for labels. Choose it where most classes
-    should have a probability of exactly 0.
+    It minimises the same objective as :class:`ZLPRClassifier`, with
+    :func:`lastlayer.sparsemax_loss` for classes and :func:`lastlayer.multilabel_sparsemax_loss` for
+    labels. Choose it if most classes should have a probability of exactly 0.
 
-    * For classes, probabilities are ``sparsemax(scores)``. Those of two classes are
-      :math:`\min(1, \max(0, (1 + s) / 2))`, from one score.
-    * For labels, ``sparsemax(scores)`` is one distribution over the labels of a row, and those with
-      more than ``threshold`` are predicted: at 0 these are at least one. Rows of the training data
-      without a label are left out. :meth:`predict_distribution` gives that distribution. It says
-      how a row is shared among labels, not how probable each label is, so there is no
-      ``predict_proba`` for labels. The decision function is the score minus the row's threshold,
-      above 0 where a label is predicted.
+    * For classes, probabilities are ``sparsemax(scores)``. For two classes there is one score s,
+      and the probability of the second class is :math:`\min(1, \max(0, (1 + s) / 2))`.
+    * For labels, ``sparsemax(scores)`` is one distribution over all labels of a row, see
+      :meth:`predict_distribution`. Labels with a probability above ``threshold`` are predicted; a
+      threshold of 0 predicts at least one. Training rows without labels are ignored. There is no
+      ``predict_proba``, since the distribution does not give the probability of each label. The
+      decision function is above 0 for predicted labels.
 
     Args:
-        alpha: the penalty of the weights, at least 0, or "scale", as in :class:`ZLPRClassifier`;
-            intercepts have none.
-        threshold: for labels: the probability above which one is predicted, from 0 to below 1.
-            Choose it on held-out data, with a grid search for one.
+        alpha: L2 penalty of the weights, at least 0, or "scale", as in :class:`ZLPRClassifier`;
+            intercepts are not penalised.
+        threshold: for labels: those with a higher probability are predicted; from 0 to below 1.
+            Choose it on held-out data, for example with a grid search.
         fit_intercept: whether each label has an intercept.
-        class_weight: None, "balanced" or weights by class, as in scikit-learn; for classes only.
-        solver: "lbfgs" for all rows at once, or "adam" for batches, where there are many rows.
-        max_iter: the most iterations of L-BFGS, or epochs of Adam.
-        tol: L-BFGS ends where no entry of the gradient is above it, where that of the weights is
-            divided by how far rows are from their mean; Adam where the loss of an epoch got no
-            better by it.
-        batch_size: rows of a step of Adam.
-        learning_rate: of Adam in its first epoch, for features of deviation 1; it falls with the
-            root of the epoch.
-        n_iter_no_change: epochs without an improvement after which Adam ends.
-        random_state: for the order of rows.
+        class_weight: None, "balanced" or weights by class, as in scikit-learn; not for labels.
+        solver: "lbfgs" with all rows in each step, or "adam" with batches, for many rows.
+        max_iter: maximum number of iterations of L-BFGS, or epochs of Adam.
+        tol: L-BFGS stops if no entry of the gradient exceeds it, where the gradient of the weights
+            is divided by the root mean square distance of rows from their mean; Adam if the loss of
+            an epoch does not improve by more than it.
+        batch_size: batch size of Adam.
+        learning_rate: learning rate of Adam in its first epoch, for features with standard
+            deviation 1; it decays with the square root of the epoch.
+        n_iter_no_change: number of epochs without improvement after which Adam stops.
+        random_state: random state of the order of rows.
 
     Attributes:
         coef_: ``(n_scores, n_features)``; one score for two classes.
         intercept_: ``(n_scores,)``.
         classes_: the classes; for labels 0 to ``n_labels - 1``.
         alpha_: the penalty.
-        n_iter_: how many iterations or epochs there were.
-        n_features_in_: how many features there are.
-        feature_names_in_: their names, where X had names.
+        n_iter_: number of iterations or epochs.
+        n_features_in_: number of features.
+        feature_names_in_: names of the features, if X has names.
 
     Example:
         >>> X = [[0.0], [1.0], [4.0], [5.0]]
@@ -274,11 +273,11 @@ class SparsemaxClassifier(LinearClassifier):
 
     @available_if(_has_probabilities)
     def predict_proba(self, X: Any) -> Array:
-        """Probabilities of classes ``(rows, n_classes)``; not for labels."""
+        """Probabilities of classes, ``(rows, n_classes)``; not available for labels."""
         return super().predict_proba(X)
 
     def predict_distribution(self, X: Any) -> Array:
-        """Sparse distributions over classes or labels, ``(rows, n)``: each row sums to 1."""
+        """Sparse distributions over classes or labels, ``(rows, n)``; each row sums to 1."""
         return super().predict_proba(X)
 
     def _train(
@@ -289,8 +288,8 @@ class SparsemaxClassifier(LinearClassifier):
             kept = np.flatnonzero(counts)
             if not len(kept) or (weights is not None and not weights[kept].any()):
                 raise ValueError(
-                    "y: expected a row with a label, got none that counts; the loss of sparsemax "
-                    "has nothing to learn from rows without labels"
+                    "y: expected at least one row with a label and a weight above 0, got none; the "
+                    "sparsemax loss cannot use rows without labels"
                 )
             X, weights = X[kept], None if weights is None else weights[kept]
             target = target._replace(labels=target.labels.some(kept))
@@ -308,7 +307,7 @@ class SparsemaxClassifier(LinearClassifier):
         if self._kind != "labels":
             return scores
         probs = sparsemax(scores)
-        # What sparsemax subtracts is the same for all of a row.
+        # The threshold that sparsemax subtracts from all scores of a row.
         subtracted = scores.amax(1, keepdim=True) - probs.amax(1, keepdim=True)
         return torch.where(probs > 0, probs, (scores - subtracted).clamp(max=0)) - self.threshold
 

@@ -1,8 +1,8 @@
-"""Heads in Hugging Face Transformers: in place of the output layer of a model, and back.
+"""Use heads as the output layer of Hugging Face Transformers models.
 
-No forward is copied and nothing global is changed: a swapped model is the model that it was, with
-another output layer, two hooks, and a ``loss_function``. Training goes through ``Trainer``,
-Accelerate, PEFT and ``torch.compile`` as before.
+No ``forward`` is copied and nothing global is patched: a swapped model is the same model with
+another output layer, two hooks, and a ``loss_function``. ``Trainer``, Accelerate, PEFT and
+``torch.compile`` work as before.
 """
 
 import copy
@@ -59,7 +59,7 @@ __all__ = [
 
 _LOGITS = ("eval", "never", "always")
 _FOLDER = "lastlayer"
-# Processors that look at scores alone, so that they can be given those of the best classes.
+# Logits processors that depend on scores only, so that they work on the scores of the top k.
 _OF_SCORES = (
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper",
@@ -75,39 +75,40 @@ def swap_head(
     check: bool = True,
     **options: Any,
 ) -> Any:
-    """Put a head in place of a causal language model's output layer.
+    """Replace the output layer of a causal language model with a head.
 
-    With labels the loss is made from hidden states inside of the output layer's own forward, and
-    logits are not stored. ``labels``, ``shift_labels``, ``num_items_in_batch`` and
-    ``logits_to_keep`` mean what they always do; labels of -100 are left out. Without labels, as in
-    ``generate``, the model returns logits; those of a head that is not the plain softmax are its
-    log-probabilities, so that sampling draws from what the head predicts.
+    With labels, the output layer computes the loss from hidden states in its own forward, without
+    storing logits. ``labels``, ``shift_labels``, ``num_items_in_batch`` and ``logits_to_keep``
+    keep their meaning; labels of -100 are ignored. Without labels, as in ``generate``, the model
+    returns logits; for heads other than the plain softmax these are log-probabilities, so that
+    ``generate`` samples from the distribution of the head.
 
     A head with one vector per class takes over the parameters of the layer, tied or not, and the
-    state keeps the name ``lm_head.weight``. :class:`~lastlayer.heads.HierarchicalSoftmax` starts
-    from them. Other heads start afresh.
+    ``state_dict`` keeps the name ``lm_head.weight``. :class:`~lastlayer.heads.HierarchicalSoftmax`
+    is initialized from them. Other heads are initialized randomly.
 
-    Only the plain softmax still looks like an ``nn.Linear``. Other heads have no ``weight`` where
-    the output layer was, so that code which reads it to make a softmax of its own fails.
+    Only the plain softmax remains an ``nn.Linear``. With other heads the output layer has no
+    ``weight``, so that code which would compute a softmax from it raises an error.
 
     Args:
-        model: a model of Transformers that calls ``self.loss_function``; see :func:`supports`.
-        head: a name such as "full" or "entmax" (``lastlayer.heads.registered()`` has them all),
-            a class of heads, or a head. A head is taken as it is; else a soft cap and a scale of
-            logits are taken over from the configuration of the model.
-        logits: whether logits are made beside a loss: "eval" for in eval mode only, "never" or
-            "always". Where they are not made, ``outputs.logits`` is None.
-        statistics: with labels, outputs also have ``log_prob`` of each label, the ``entropy`` and
-            the best class ``argmax`` at its position, all of the shape of the labels, shifted as
-            logits are; and ``token_accuracy``, one number. They need no logits.
-        check: compare, on two tokens, what the model does to scores with what the head knows of
-            it, and the losses before and after where the head is a plain softmax.
-        options: of the head's constructor, for a name or a class; ``counts`` (see
-            :func:`count_tokens`) where its sampler, tree or clusters are made of them. Heads that
-            are not leave counts aside, so that one call serves heads of any name.
+        model: a Transformers model that calls ``self.loss_function``; see :func:`supports`.
+        head: a name such as "full" or "entmax" (``lastlayer.heads.registered()`` lists them), a
+            head class, or a head. A head is used unchanged; a name or class takes the soft cap and
+            scale of logits from the configuration of the model.
+        logits: whether to compute logits in addition to the loss: in "eval" mode only, "never" or
+            "always". ``outputs.logits`` is None if they are not computed.
+        statistics: with labels, outputs also have ``log_prob``, the log-probability of each label;
+            ``entropy`` and ``argmax`` of each predicted distribution, all with the shape of the
+            labels, and shifted like logits; and the scalar ``token_accuracy``. This does not
+            compute logits.
+        check: on two tokens, check that the head applies the same cap and scale to scores as the
+            model, and, for the plain softmax, that the loss before and after is equal.
+        options: arguments of the head's constructor, for a name or a class; also ``counts`` (see
+            :func:`count_tokens`), from which its sampler, tree or clusters are built. Heads that do
+            not need counts ignore them.
 
     Returns:
-        The model, which is changed in place.
+        The model, modified in place.
 
     Example:
         .. code-block:: python
@@ -124,7 +125,7 @@ def swap_head(
             supported = Support(False, "it has been swapped before; call unswap_head first")
         raise ValueError(
             f"model: expected a causal language model whose output layer can be swapped, got one "
-            f"that cannot: {supported.why}"
+            f"that is not supported: {supported.why}"
         )
     layer, shape = model.get_output_embeddings(), guessed_shape(model.config)
     if check:
@@ -132,20 +133,20 @@ def swap_head(
     made = _made(head, layer, shape, options)
     if isinstance(made, MultiLabel):
         raise TypeError(
-            "head: expected one for one class per token, got MultiLabel; swap_classifier takes it"
+            "head: expected a head with one class per token, got MultiLabel; use swap_classifier"
         )
     before = loss_of_two_tokens(model) if check and _is_plain(made, layer, shape) else None
     _install(model, made, name_of(model, layer), shape, logits, statistics)
     if before is not None:
         after = loss_of_two_tokens(model)
-        # Scores of the stock layer are rounded to its dtype.
+        # Scores of the original layer are rounded to its dtype.
         room = 64.0 * torch.finfo(layer.weight.dtype).eps * max(1.0, abs(before))
         if not abs(after - before) <= room:
             unswap_head(model)
             raise ValueError(
                 f"model: expected the loss of {type(model).__name__} to be the cross entropy of "
                 f"its output layer's scores, got {before:.6g} from it and {after:.6g} from "
-                "the head; something else is done to scores or to the loss"
+                "the head; the model changes scores or the loss in some other way"
             )
     return model
 
@@ -153,22 +154,24 @@ def swap_head(
 def swap_classifier(
     model: Any, head: str | type[Head] | Head, *, logits: str = "eval", **options: Any
 ) -> Any:
-    """Put a head in place of the output layer of a model for sequence classification.
+    """Replace the output layer of a sequence classification model with a head.
 
-    The model pools as it always does, and the head meets the pooled hidden states alone: also
-    where the model would make scores of every token. ``labels`` are class ids ``(batch,)``; for
-    :class:`~lastlayer.heads.MultiLabel` ("zlpr", "bce", "asymmetric", "sparsemax_labels") lists of
-    label ids ``(batch, m)`` padded with -100, integers, or 0 and 1 for each label, floats.
+    The model pools as before, and the head only sees the pooled hidden states, even if the model
+    would compute scores for every token. ``labels`` are class ids ``(batch,)``. For
+    :class:`~lastlayer.heads.MultiLabel` ("zlpr", "bce", "asymmetric", "sparsemax_labels") they are
+    integer lists of label ids ``(batch, m)``, padded with -100, or a float matrix of 0 and 1,
+    ``(batch, n_labels)``.
 
     Args:
-        model: such as ``BertForSequenceClassification`` or ``LlamaForSequenceClassification``.
+        model: a model such as ``BertForSequenceClassification`` or
+            ``LlamaForSequenceClassification``.
         head: as in :func:`swap_head`.
-        logits: as in :func:`swap_head`. For labels that do not compete they are scores; else
-            log-probabilities, or scores for the plain softmax.
+        logits: as in :func:`swap_head`. Logits are scores for :class:`~lastlayer.heads.MultiLabel`
+            and the plain softmax, and log-probabilities for all other heads.
         options: as in :func:`swap_head`.
 
     Returns:
-        The model, which is changed in place.
+        The model, modified in place.
     """
     _check_how(logits, statistics=False)
     name, layer = classifier_of(model)
@@ -178,9 +181,9 @@ def swap_classifier(
 
 
 def unswap_head(model: Any) -> Any:
-    """Put a plain ``nn.Linear`` back, with the parameters as they are now.
+    """Restore a plain ``nn.Linear`` as the output layer, with the current parameters.
 
-    After a head with parameters of its own it is the layer that the model had before.
+    If the head had its own parameters, the original layer of the model is restored.
     """
     model = _unwrapped(model)
     model._lastlayer.restore(model)
@@ -188,7 +191,7 @@ def unswap_head(model: Any) -> Any:
 
 
 def head_of(model: Any) -> Head:
-    """The head of a swapped model, with its parameters; also inside of DDP, PEFT and a compiler."""
+    """The head of a swapped model, which may be wrapped by DDP, PEFT or ``torch.compile``."""
     model = _unwrapped(model)
     layer = model.get_submodule(model._lastlayer.layer)
     if isinstance(layer, ScoreHead):
@@ -196,18 +199,18 @@ def head_of(model: Any) -> Head:
     if isinstance(layer, LMHead):
         return layer.make_head()
     raise ValueError(
-        f"model: expected its output layer by itself, got one inside of {type(layer).__name__}; "
+        f"model: expected an unwrapped output layer, got one inside {type(layer).__name__}; "
         "merge adapters first: model.merge_and_unload()"
     )
 
 
 def count_tokens(dataset: Iterable[Any], vocab_size: int, *, column: str = "input_ids") -> Tensor:
-    """How often each token occurs, for samplers, clusters, trees and first biases.
+    """Count how often each token occurs, for samplers, clusters, trees and initial biases.
 
     Args:
-        dataset: of examples with token ids in a column, or of lists or tensors of token ids.
+        dataset: examples with token ids in a column, or lists or tensors of token ids.
         vocab_size: number of tokens.
-        column: where examples are dictionaries.
+        column: the key of the token ids, if examples are dictionaries.
 
     Returns:
         int64 ``(vocab_size,)``.
@@ -238,16 +241,16 @@ def count_tokens(dataset: Iterable[Any], vocab_size: int, *, column: str = "inpu
 
 
 def generate_with(head: Head, *, streamer: Any = None) -> Callable[..., Any]:
-    """For ``model.generate(custom_generate=…)``: tokens from a head, without all log-probabilities.
+    """A generation loop for ``model.generate(custom_generate=…)`` that avoids full logits.
 
-    Greedy search is ``head.topk`` of one; sampling without ``top_k`` is ``head.sample``, and with
-    it draws among ``head.topk`` of so many, after temperature, ``top_p`` and the like. This is
-    exact, and for a tree much less work than a log-probability for each class.
+    Greedy search uses ``head.topk(hidden, 1)``. Sampling uses ``head.sample``, or with ``top_k``
+    the classes of ``head.topk``, after temperature, ``top_p`` and similar processors. This is
+    exact, and for a tree much cheaper than the log-probabilities of all classes.
 
     Args:
-        head: such as ``head_of(model)``.
-        streamer: gets the prompt and each token, as that of ``generate`` does. Give it here:
-            ``generate`` keeps its own from functions that are given to it.
+        head: the head, usually ``head_of(model)``.
+        streamer: gets the prompt and each token, as in ``generate``. Pass it here, because
+            ``generate`` does not pass its own streamer to custom functions.
 
     Example:
         .. code-block:: python
@@ -311,22 +314,22 @@ def generate_with(head: Head, *, streamer: Any = None) -> Callable[..., Any]:
 
 
 class _Auto:
-    """Opens folders of swapped models, and all others as Transformers does."""
+    """Loads swapped models, and all other models as Transformers does."""
 
     _stock: str
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *args: Any, head: Any = None, **options: Any) -> Any:
-        """The model of a folder or of the hub, with the head that it was saved with.
+        """Load a model from a folder or from the hub, with the head that it was saved with.
 
-        No remote code is run: the head is made by a class of this library, or by one of your own
-        that is imported, from the arguments that were saved.
+        No remote code is run: the head is constructed from the saved arguments, by a class of this
+        library or by your own class, which must be imported.
 
         Args:
-            name: a folder that ``save_pretrained`` wrote, or any name that Transformers takes.
+            name: a folder that ``save_pretrained`` wrote, or any name that Transformers accepts.
             args: as in Transformers.
-            head: another head, as in :func:`swap_head`; the layer must have its parameters, so
-                that the saved head was one with one vector per class, or none.
+            head: another head, as in :func:`swap_head`. The model must have been saved without a
+                head, or with one that has one vector per class.
             options: as in Transformers.
         """
         transformers = import_transformers()
@@ -358,13 +361,13 @@ class AutoModelForCausalLM(_Auto):
 
 
 class AutoModelForSequenceClassification(_Auto):
-    """``transformers.AutoModelForSequenceClassification`` for heads of this library."""
+    """``transformers.AutoModelForSequenceClassification`` with heads of this library."""
 
     _stock = "AutoModelForSequenceClassification"
 
 
 class _Swapped:
-    """What a swapped model does otherwise than its class: it saves its head, and can be resized."""
+    """Methods that a swapped model overrides: saving with its head, and resizing."""
 
     config: Any
     _lastlayer: Swap
@@ -372,14 +375,14 @@ class _Swapped:
     def save_pretrained(
         self, save_directory: str | Path, is_main_process: bool = True, **options: Any
     ) -> None:
-        """As in Transformers; a head that is not the plain softmax is described beside it."""
+        """As in Transformers; heads other than the plain softmax also save their config."""
         layer: Any = self.get_submodule(self._lastlayer.layer)  # type: ignore[attr-defined]
         if is_main_process and isinstance(layer, ScoreHead):
             folder = Path(save_directory) / _FOLDER
             layer.head.save_config(folder)
             self.config.lastlayer["files"] = sorted(each.name for each in folder.iterdir())
             if not hasattr(layer.head, "weight"):
-                # A model without a head of this library must not open this with a random layer.
+                # Without this entry, Transformers alone would load a randomly initialized layer.
                 state = options.get("state_dict") or self.state_dict()  # type: ignore[attr-defined]
                 name = f"{self._lastlayer.layer}.weight"
                 options["state_dict"] = {**state, name: torch.empty(0)}
@@ -387,7 +390,7 @@ class _Swapped:
         parent.save_pretrained(save_directory, is_main_process=is_main_process, **options)
 
     def resize_token_embeddings(self, *args: Any, **options: Any) -> Any:
-        """As in Transformers, for heads that are nothing but the vectors of the layer."""
+        """As in Transformers, for heads that have only the parameters of the layer."""
         model: Any = self
         swap, layer = model._lastlayer, model.get_submodule(model._lastlayer.layer)
         made = layer.make_head() if isinstance(layer, LMHead) else layer.head
@@ -398,9 +401,9 @@ class _Swapped:
         if fixed:
             raise ValueError(
                 f"resize_token_embeddings: expected a head that can be resized, got "
-                f"{type(made).__name__} with {' and '.join(fixed)} of its own for {made.n_classes} "
-                "classes; call unswap_head(model), resize, and swap_head with what suits the new "
-                "size"
+                f"{type(made).__name__} with its own {' and '.join(fixed)} for {made.n_classes} "
+                "classes; call unswap_head(model), resize, and call swap_head with options for the "
+                "new size"
             )
         decided = ("in_features", "n_classes", "bias", "class_weight")
         kept = {key: each for key, each in made.config().items() if key not in decided}
@@ -414,7 +417,7 @@ class _Swapped:
 
 @cache
 def _swapped(cls: Any) -> type[Any]:
-    """The class of a swapped model; it has the name that Transformers saves and looks up."""
+    """The class of a swapped model, with the same name, which Transformers saves and looks up."""
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (_Swapped, cls), named)
 
@@ -428,7 +431,7 @@ def _install(
     statistics: bool,
     of_rows: bool = False,
 ) -> None:
-    """Put the head where the layer of that name is."""
+    """Replace the layer of that name with the head."""
     layer, config = model.get_submodule(name), model.config
     swap = Swap(name, shape, logits, statistics)
     tied_key = f"{name}.weight"
@@ -448,10 +451,10 @@ def _install(
     new.train(layer.training)
     source = model.all_tied_weights_keys.get(tied_key)
     if tied and not shares:
-        # The head has parameters of its own: those of the input are no longer tied to anything.
+        # The head has its own parameters, so the input embeddings are no longer tied.
         config.tie_word_embeddings = False
         model.all_tied_weights_keys.pop(tied_key)
-    # Kept for unswap_head, away from the GPU; a model that is loaded has none.
+    # Kept for unswap_head, in host memory; a loaded model has no original layer.
     old = None if shares or tied or layer.weight.is_meta else layer.to("cpu")
     bias = None if shares else layer.bias
     stock_class: Any = type(model)
@@ -461,8 +464,8 @@ def _install(
         now = model.get_submodule(name)
         if not shares and source is None and old is None:
             raise ValueError(
-                f"model: expected one whose former output layer is known, got one that was saved "
-                f"with {type(now.head).__name__}, without it; load the model it was made from"
+                f"model: expected one whose original output layer is known, got one that was saved "
+                f"with {type(now.head).__name__}, without that layer; load the original model"
             )
         linear = torch.nn.Linear(1, 1, bias=False, device="meta")
         if shares:
@@ -513,13 +516,13 @@ def _put(model: Any, name: str, layer: torch.nn.Module) -> None:
 
 
 def _made(head: Any, layer: torch.nn.Linear, shape: Shape, options: dict[str, Any]) -> Head:
-    """The head for a layer, from what :func:`swap_head` was given."""
+    """The head for a layer, from the arguments of :func:`swap_head`."""
     n_classes, in_features = layer.weight.shape
     if isinstance(head, Head):
         if options:
             raise TypeError(
-                f"{next(iter(options))}: expected options with a name or a class of heads only, "
-                "got them with a head; make the head with them"
+                f"{next(iter(options))}: expected options only with the name or class of a head, "
+                "got them with a head; pass them to its constructor"
             )
         _check_made(head, layer, shape)
         return head
@@ -533,9 +536,7 @@ def _made(head: Any, layer: torch.nn.Linear, shape: Shape, options: dict[str, An
     elif isinstance(head, type) and issubclass(head, Head):
         cls = head
     else:
-        raise TypeError(
-            f"head: expected the name of a head, a class of lastlayer.heads or a head, got {head!r}"
-        )
+        raise TypeError(f"head: expected the name of a head, a head class or a head, got {head!r}")
     taken = inspect.signature(cls).parameters
     for name, value in shape._asdict().items():
         if name in taken:
@@ -543,13 +544,15 @@ def _made(head: Any, layer: torch.nn.Linear, shape: Shape, options: dict[str, An
     for name in ("n_classes", "in_features"):
         wanted = {"n_classes": n_classes, "in_features": in_features}[name]
         if given.pop(name, wanted) != wanted:
-            raise TypeError(f"{name}: expected none, since it follows from the model")
-    # A tree takes counts for the start of its biases alone.
+            raise TypeError(
+                f"{name}: expected none, since the model determines it, got a value; leave it out"
+            )
+    # A tree uses counts only to initialize its biases.
     starts: set[str] = {"counts"} if hasattr(cls, "init_from_linear") else set()
     unknown = given.keys() - taken.keys() - starts
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         raise TypeError(
-            f"{min(unknown)}: expected an option of {cls.__name__}, got another; it has "
+            f"{min(unknown)}: expected an option of {cls.__name__}, got an unknown one; options: "
             f"{', '.join(each for each in taken if each not in ('in_features', 'n_classes'))}"
         )
     if issubclass(cls, LinearHead):
@@ -568,7 +571,7 @@ def _made(head: Any, layer: torch.nn.Linear, shape: Shape, options: dict[str, An
 def _of_recipe(
     cls: type[Head], recipe: Any, in_features: int, n_classes: int, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The constructor's arguments: what a recipe fills in from counts, and what was given."""
+    """The constructor's arguments: those that a recipe derives from counts, and those given."""
     taken = inspect.signature(cls).parameters
     counts = given.pop("counts", None)
     made = any(isinstance(each, Tree | Sampler) for each in given.values()) or "cutoffs" in given
@@ -579,7 +582,7 @@ def _of_recipe(
         return given | ({} if counts is None or "counts" not in taken else {"counts": counts})
     if counts is None:
         raise ValueError(
-            f"counts: expected how often each token occurs, which {recipe.name!r} is made from, "
+            f"counts: expected the count of each token, which {recipe.name!r} is built from, "
             "got none; count_tokens(dataset, vocab_size) counts them"
         )
     counts = as_counts(counts, n_classes)
@@ -599,14 +602,13 @@ def _check_made(head: Head, layer: torch.nn.Linear, shape: Shape) -> None:
     for name, wanted in (("in_features", in_features), ("n_classes", n_classes)):
         if getattr(head, name) != wanted:
             raise ValueError(
-                f"head: expected {name}={wanted}, as the model has, got {name}="
-                f"{getattr(head, name)}"
+                f"head: expected {name}={wanted} as in the model, got {name}={getattr(head, name)}"
             )
     own = next(head.parameters())
     if own.device != layer.weight.device or own.dtype != layer.weight.dtype:
         raise ValueError(
-            f"head: expected parameters on {layer.weight.device} in {layer.weight.dtype}, as the "
-            f"model has, got {own.device} and {own.dtype}; head.to(device, dtype) moves them"
+            f"head: expected parameters on {layer.weight.device} in {layer.weight.dtype} as in the "
+            f"model, got {own.device} and {own.dtype}; head.to(device, dtype) converts them"
         )
     if getattr(head, "ignore_index", IGNORED) != IGNORED:
         raise ValueError(
@@ -616,23 +618,23 @@ def _check_made(head: Head, layer: torch.nn.Linear, shape: Shape) -> None:
     if isinstance(head, FullSoftmax) and head.weight is layer.weight and _shape_of(head) != shape:
         raise ValueError(
             f"head: expected softcap={shape.softcap} and temperature={shape.temperature}, which "
-            f"are what the model does to its logits, got {head.softcap} and {head.temperature}"
+            f"the model applies to its logits, got {head.softcap} and {head.temperature}"
         )
 
 
 def _check_shape(cls: type[Head], shape: Shape, given: dict[str, Any]) -> None:
-    """A head that takes over the vectors of a layer has to take over what is done to scores."""
+    """Check that a head with the layer's parameters also applies the model's cap and scale."""
     taken = inspect.signature(cls).parameters
     for (name, value), usual in zip(shape._asdict().items(), Shape(), strict=True):
         if value != usual and name not in taken:
             raise ValueError(
                 f"head: expected one with the option {name}, since the model's logits have "
-                f"{name}={value}, got {cls.__name__}, which has none; make the head yourself to do "
-                f"without: {cls.__name__}.from_linear(model.get_output_embeddings())"
+                f"{name}={value}, got {cls.__name__}, which has no such option; to do without, "
+                f"pass {cls.__name__}.from_linear(model.get_output_embeddings())"
             )
         if name in taken and given.get(name, value) != value:
             raise ValueError(
-                f"{name}: expected {value}, which is what the model does to its logits, got "
+                f"{name}: expected {value}, which the model applies to its logits, got "
                 f"{given[name]}"
             )
 
@@ -642,7 +644,7 @@ def _shape_of(head: FullSoftmax) -> Shape:
 
 
 def _is_plain(head: Any, layer: torch.nn.Linear, shape: Shape) -> bool:
-    """Whether a head is the softmax that the model had."""
+    """Whether a head is the plain softmax of the original layer."""
     return (
         type(head) is FullSoftmax
         and head.weight is layer.weight
@@ -661,28 +663,28 @@ def _check_how(logits: Any, statistics: Any) -> None:
 
 def _check_generation(model: Any, processors: Any, config: Any, synced_gpus: bool) -> None:
     if not hasattr(model, "_lastlayer"):
-        raise ValueError("model: expected one that swap_head has changed, got another")
+        raise ValueError("model: expected one that swap_head has changed, got one without a head")
     beams = max(config.num_beams or 1, config.num_return_sequences or 1)
     if beams > 1 or synced_gpus or config.return_dict_in_generate:
         raise ValueError(
-            "custom_generate: expected greedy search or sampling, one sequence per prompt, that "
-            "returns tokens alone; call generate without custom_generate for the rest"
+            "custom_generate: expected greedy search or sampling of one sequence per prompt, which "
+            "returns only tokens, got other options; call generate without custom_generate"
         )
     other = [type(each).__name__ for each in processors if type(each).__name__ not in _OF_SCORES]
     if other:
         raise ValueError(
-            f"custom_generate: expected processors that need no score of other tokens, got "
+            f"custom_generate: expected logits processors that need only the top k scores, got "
             f"{', '.join(other)}; call generate without custom_generate"
         )
     if config.do_sample and len(processors) and not config.top_k:
         raise ValueError(
-            "top_k: expected how many of the best tokens are sampled from, since temperature and "
-            f"the like need them, got {config.top_k}; set top_k, or leave these out"
+            "top_k: expected a number of tokens to sample from, since temperature and similar "
+            f"options need it, got {config.top_k}; set top_k, or leave these options out"
         )
 
 
 class _State(torch.nn.Module):
-    """Parameters and buffers by the names of a head's state, for Transformers to load into."""
+    """Parameters and buffers named as in a head's ``state_dict``, for Transformers to load."""
 
     def __init__(self, state: dict[str, Tensor], parameters: set[str]) -> None:
         super().__init__()
@@ -694,7 +696,7 @@ class _State(torch.nn.Module):
                     module.add_module(part, torch.nn.Module())
                 module = module._modules[part]
             if name in parameters:
-                # Of torch's default dtype, which is that of the model while Transformers makes it.
+                # In torch's default dtype, which Transformers sets to that of the model here.
                 empty = torch.empty(value.shape, device="meta")
                 module.register_parameter(last, torch.nn.Parameter(empty))
             else:
@@ -710,14 +712,14 @@ def _restored(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    """A model with a head that is not the plain softmax.
+    """Load a model with a head other than the plain softmax.
 
-    The head is made first, with its tables; Transformers loads its state beside the model's, and
-    the head takes it over.
+    The head and its tables are constructed first. Transformers loads its state together with the
+    state of the model, and the head then takes it over.
     """
     folder = Path(name) / _FOLDER
     for file in saved["files"]:
-        # A name without folders: what a configuration says is not to be trusted.
+        # Only the last part of the path: the configuration is not trusted.
         found = transformers.utils.cached_file(str(name), f"{_FOLDER}/{Path(file).name}", **where)
         folder = Path(found).parent
     head: Head = SavedModule.load_config(folder)  # type: ignore[assignment]
@@ -747,7 +749,7 @@ def _restored(
         head.load_state_dict(state, assign=True)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"name: expected the state of the head that {folder} describes, got another in {name}: "
+            f"name: expected the state of the head in {folder}, got a different one in {name}: "
             f"{error}"
         ) from error
     head.to(model.device)
@@ -763,7 +765,7 @@ def _restored(
 
 
 def _unwrapped(model: Any) -> Any:
-    """The swapped model itself, inside of DDP, a compiler or PEFT."""
+    """The swapped model inside wrappers: DDP, ``torch.compile`` or PEFT."""
     for _ in range(8):
         if hasattr(model, "_lastlayer") and isinstance(model, _Swapped):
             return model

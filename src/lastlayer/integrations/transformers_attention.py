@@ -1,4 +1,4 @@
-"""Sparse attention in Hugging Face Transformers, by its own registries: no model is patched."""
+"""Sparse attention for Hugging Face Transformers, through its attention registry."""
 
 from typing import Any
 
@@ -8,31 +8,31 @@ from torch import Tensor
 from lastlayer._checks import check_alpha
 from lastlayer.attention import sparse_attention
 
-# What some models hand over and softmax attention alone can honour.
+# Options of some models that only softmax attention supports.
 _REFUSED = ("softcap", "s_aux", "position_bias")
 ALPHA = "lastlayer_alpha"
 
 
 def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) -> str:
-    """Makes :func:`lastlayer.attention.sparse_attention` an attention of Transformers.
+    """Register :func:`lastlayer.attention.sparse_attention` as an attention of Transformers.
 
-    Attention and mask function are registered together: with the first alone a model would see
-    padding and other sequences. A model takes it by
-    ``from_pretrained(..., attn_implementation=name)`` or ``model.set_attn_implementation(name)``,
-    and trains, evaluates and generates with it. Transformers does not save that choice.
+    Select it with ``from_pretrained(..., attn_implementation=name)`` or
+    ``model.set_attn_implementation(name)``; it works in training, evaluation and generation.
+    Transformers does not save this choice. The mask function is registered too, since without it
+    a model would attend to padding and to other sequences.
 
-    For an alpha that is learned, give an attention module the parameter ``lastlayer_alpha``, one
-    per head, before its optimiser is made.
+    To learn alpha, add a parameter ``lastlayer_alpha`` with one value per attention head to an
+    attention module before the optimiser is created.
 
     Args:
-        name: to be used as ``attn_implementation``.
+        name: the name for ``attn_implementation``.
         alpha: 1 is softmax, 1.5 the usual choice, 2 sparsemax.
 
     Returns:
         The name.
 
     Raises:
-        ImportError: where Transformers is missing or older than 5.10.
+        ImportError: if Transformers is missing or older than 5.10.
     """
     check_alpha(alpha)
     try:
@@ -47,8 +47,8 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
     own = getattr(AttentionInterface().get(name), "__module__", None) == __name__
     if not isinstance(given, str) or (name in ("eager", *AttentionInterface()) and not own):
         raise ValueError(
-            f"name: expected a string that names no attention of Transformers yet, got {name!r}; "
-            "models that use that one would be changed"
+            f"name: expected a string that is not yet an attention of Transformers, got {name!r}; "
+            "choose another name, since models with that attention would change"
         )
 
     def attend(
@@ -66,13 +66,13 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
             if more.get(option) is not None:
                 raise ValueError(
                     f"{option}: expected none with attn_implementation={name!r}, got one from "
-                    f"{type(module).__name__}; sparse attention has no such option"
+                    f"{type(module).__name__}; sparse attention does not support it"
                 )
         options: dict[str, Any] = {
             "alpha": getattr(module, ALPHA, alpha), "scale": scaling, "attn_mask": attention_mask,
         }  # fmt: skip
         if attention_mask is None:
-            # The mask function leaves out what is plainly causal, or where all is seen.
+            # The mask function returns None for a plain causal mask and for full attention.
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             options["is_causal"] = bool(causal) and query.shape[2] > 1
             cuts = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
@@ -88,7 +88,7 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
 
 
 def _weights(query: Tensor, key: Tensor, **options: Any) -> Tensor:
-    """All of them, for who asks to see them."""
+    """The attention weights of all keys, for ``output_attentions``."""
     eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
     return sparse_attention(
         query, key, eye.expand(*key.shape[:2], -1, -1), enable_gqa=True, **options

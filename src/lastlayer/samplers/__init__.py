@@ -1,4 +1,4 @@
-"""Proposals to draw negatives from: each records exactly the probability that it draws with."""
+"""Samplers of negative classes, with the exact log-probability of every draw."""
 
 from lastlayer.samplers.base import Drawn, Sampled, Sampler
 from lastlayer.samplers.counters import fork

@@ -1,4 +1,4 @@
-"""The contract of all samplers."""
+"""The base class of all samplers."""
 
 import math
 from abc import ABC, abstractmethod
@@ -22,58 +22,58 @@ class Sampled(NamedTuple):
     ids: Tensor
     """Class ids, int64."""
     log_prob: Tensor
-    """The log-probability of each, of the same shape."""
+    """The log-probability of each id; same shape as ``ids``."""
 
 
 class Drawn(NamedTuple):
     """Draws without replacement."""
 
     ids: Tensor
-    """Different class ids, int64 ``(n,)``."""
+    """Unique class ids, int64 ``(n,)``."""
     log_expected: Tensor
-    """Log-probability that a class is among them, which is how often it is expected."""
+    """Log of the inclusion probability of each class, which is also its expected count."""
 
 
 class Sampler(TabledModule, ABC):
-    """A distribution over the classes, from which negatives are drawn.
+    """A distribution over classes, from which negatives are drawn.
 
-    :meth:`sample` draws exactly with the probabilities of :meth:`log_prob`. A sampler of your own
-    defines ``_draw(n, rng_counter, context)``, which gives ids int64 ``(n,)``, or ``(rows, n)``
-    with a context, and ``_log_prob(ids, context)`` in float64; arguments are checked before. Where
-    its constructor takes more than ``n_classes`` it defines :meth:`config`, and where that has
-    arrays, which are part of the state, ``_saved_config`` and :meth:`from_config` as well.
-    :func:`lastlayer.testing.check_sampler` checks that all of it fits together.
+    :meth:`sample` draws with exactly the probabilities of :meth:`log_prob`. A subclass implements
+    ``_draw(n, rng_counter, context)``, which returns int64 ids ``(n,)``, or ``(rows, n)`` with a
+    context, and ``_log_prob(ids, context)`` in float64; their arguments have been checked. If its
+    constructor has more arguments than ``n_classes``, it overrides :meth:`config`; if some of them
+    are arrays, which are part of the state, also ``_saved_config`` and :meth:`from_config`.
+    :func:`lastlayer.testing.check_sampler` checks a subclass.
 
-    Draws follow from an RNG counter ``(seed, step)``: the same one gives the same draws on a CPU,
-    on a GPU, in a backward pass and in a resumed run, and without a context the first draws do not
-    depend on how many are asked for. Without a counter, seed and step are drawn from ``generator``
-    or from torch's own.
+    Draws are a function of an RNG counter ``(seed, step)``: the same counter gives the same draws
+    on a CPU, on a GPU, in a backward pass and in a resumed run. Without a context, the first draws
+    do not depend on the number of draws. If no counter is given, seed and step are drawn from
+    ``generator``, or from torch's default generator.
 
     Args:
         n_classes: number of classes, at most 2^31.
     """
 
     needs_context: bool = False
-    # Buffers that are read by ``_entries`` alone, so that each process may have a part of them.
+    # Buffers that are only read by ``_entries``, so that they may be sharded over processes.
     spreadable: tuple[str, ...] = ()
-    # Set by lastlayer.parallel where these are DTensors: what reads entries of all processes.
+    # Set by lastlayer.parallel if these buffers are DTensors: reads entries of all processes.
     _spread: Any = None
     _inclusion: Inclusion | None = None
 
     def __init__(self, n_classes: int) -> None:
         super().__init__()
         self.n_classes = check_int("n_classes", n_classes, most=MOST_CLASSES)
-        # Says where the sampler is, also where it has nothing to keep.
+        # Marks the device of the sampler, even if it has no other buffers.
         self.register_buffer("_here", torch.empty(0), persistent=False)
 
     @property
     def device(self) -> torch.device:
-        """Where ids are drawn."""
+        """The device on which ids are drawn."""
         here: Tensor = self.get_buffer("_here")
         return here.device
 
     def _state_device(self) -> torch.device | None:
-        # Its own marker may still be on the meta device.
+        # `_here` may still be on the meta device.
         return next((each.device for each in self.buffers() if each.numel()), self.device)
 
     def _follow(self, device: torch.device | None) -> None:
@@ -84,7 +84,7 @@ class Sampler(TabledModule, ABC):
 
     @abstractmethod
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Tensor:
-        """``n`` ids per context from the bits of ``rng_counter``, int64 ``(2,)``."""
+        """Draw ``n`` ids, per context if there is one; ``rng_counter`` is int64 ``(2,)``."""
 
     @abstractmethod
     def _log_prob(self, ids: Tensor, context: Tensor | None, /) -> Tensor:
@@ -99,14 +99,14 @@ class Sampler(TabledModule, ABC):
         generator: torch.Generator | None = None,
         rng_counter: RngCounter | None = None,
     ) -> Tensor:
-        """Independent draws with replacement.
+        """Draw classes independently, with replacement.
 
         Args:
-            n: number of draws, per context where there is one.
-            context: what came before, for a sampler that ``needs_context``.
-            generator: source of randomness, on the device of the sampler; torch's own otherwise.
-            rng_counter: instead of that, seed and step: two ints, or int64 ``(2,)`` on the device
-                of the sampler, which nothing waits for.
+            n: number of draws, per context if there is one.
+            context: the context of each row, for a sampler with ``needs_context``.
+            generator: random generator on the device of the sampler; torch's default if None.
+            rng_counter: seed and step instead of a generator: two ints, or int64 ``(2,)`` on the
+                device of the sampler, which avoids a host sync.
 
         Returns:
             Class ids, int64 ``(n,)``; with a context ``(rows, n)``.
@@ -123,7 +123,7 @@ class Sampler(TabledModule, ABC):
         generator: torch.Generator | None = None,
         rng_counter: RngCounter | None = None,
     ) -> Sampled:
-        """What :meth:`sample` draws, and the log-probability of each draw in float32."""
+        """The draws of :meth:`sample`, with the log-probability of each in float32."""
         n, context, rng_counter = self._checked(n, context, generator, rng_counter)
         return self._draw_both(n, rng_counter, context)
 
@@ -132,17 +132,17 @@ class Sampler(TabledModule, ABC):
         return Sampled(ids, self._log_prob(ids, context).float())
 
     def _draw_wide(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Sampled:
-        """As :meth:`_draw_both`, with log-probabilities in float64."""
+        """Like :meth:`_draw_both`, with log-probabilities in float64."""
         ids = self._draw(n, rng_counter, context)
         return Sampled(ids, self._log_prob(ids, context))
 
     def _entries(self, name: str, places: Tensor, *, drawn: bool = False) -> Tensor:
-        """``table[places]`` of one of the ``spreadable`` tables.
+        """``table[places]`` for one of the ``spreadable`` tables, which may be sharded.
 
         Args:
-            name: of the table.
-            places: rows of it, of any shape.
-            drawn: whether they follow from an RNG counter: all processes then ask for the same.
+            name: name of the table.
+            places: row indices of any shape.
+            drawn: whether indices follow from an RNG counter, so all processes have the same ones.
         """
         if self._spread is None:
             return self.get_buffer(name)[places]
@@ -158,19 +158,19 @@ class Sampler(TabledModule, ABC):
             return self._log_prob(everything, None)
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
-        """How kernels draw by themselves: a kind of ``kernels.rng``, two tables, the classes."""
+        """For kernels that draw: the kind in ``kernels.rng``, two tables, number of classes."""
         return None
 
     @torch.no_grad()
     def log_prob(
         self, ids: Tensor, context: Tensor | None = None, *, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """The log-probability of classes, exactly that with which they are drawn.
+        """The exact log-probability with which classes are drawn.
 
         Args:
             ids: class ids of any shape; with a context ``(rows, n)`` or ``(rows,)``.
-            context: what came before, for a sampler that ``needs_context``.
-            dtype: of the result; it is computed in float64.
+            context: the context of each row, for a sampler with ``needs_context``.
+            dtype: dtype of the result; it is computed in float64.
         """
         context = self._check_context(context)
         return self._log_prob(self._check_ids("ids", ids), context).to(dtype)
@@ -182,15 +182,15 @@ class Sampler(TabledModule, ABC):
         """log(1 − q(y)): the log-probability that a draw is not the target.
 
         Args:
-            target: class ids of any shape; a negative one is none, and has 0.
-            context: what came before, for a sampler that ``needs_context``.
-            dtype: of the result; it is computed in float64.
+            target: class ids of any shape; negative ids mean no target and give 0.
+            context: the context of each row, for a sampler with ``needs_context``.
+            dtype: dtype of the result; it is computed in float64.
         """
         context = self._check_context(context)
         return self._log_complement(self._check_ids("target", target, True), context, dtype)
 
     def _log_targets(self, target: Tensor, dtype: torch.dtype, /) -> Tensor:
-        """Log-probabilities of targets; any number for a negative one."""
+        """Log-probabilities of targets; arbitrary for negative ids."""
         return self._log_prob(target.clamp(min=0), None).to(dtype)
 
     def _log_complement(
@@ -200,17 +200,17 @@ class Sampler(TabledModule, ABC):
         return torch.where(target < 0, 0.0, others).to(dtype)
 
     def without(self, target: Tensor, ids: Tensor, context: Tensor | None = None) -> Tensor:
-        """Log-probabilities of classes where the target of each row is left out of the draw.
+        """Log-probabilities of classes, given that a draw is not the target of its row.
 
-        The target has probability 0 and all others more: log q(d) − log(1 − q(y)).
+        This is log q(d) − log(1 − q(y)) for a class d and target y, and -inf for d = y.
 
         Args:
             target: class ids ``(*batch)``; with a context ``(rows,)``.
             ids: class ids ``(n,)``, the same for every row; with a context ``(rows, n)``.
-            context: what came before, for a sampler that ``needs_context``.
+            context: the context of each row, for a sampler with ``needs_context``.
 
         Returns:
-            float32 ``(*batch, n)``, with -inf where an id is the target.
+            float32 ``(*batch, n)``.
         """
         target = self._check_ids("target", target)
         others = self.log_complement(target, context, dtype=torch.float64)
@@ -226,23 +226,23 @@ class Sampler(TabledModule, ABC):
         generator: torch.Generator | None = None,
         rng_counter: RngCounter | None = None,
     ) -> Drawn:
-        """Draws without replacement: a class is among them with a probability that is known.
+        """Draw classes without replacement, with known inclusion probabilities.
 
-        That probability is min(1, c·q) with c such that n are expected. A table of it is made once
-        for each ``n``, in O(n_classes).
+        A class with probability q is drawn with probability min(1, c·q), where c is such that the
+        expected number of classes is n. A table of these probabilities is computed in O(n_classes)
+        whenever ``n`` changes.
 
         Args:
-            n: how many different classes, at most ``n_classes``.
-            method: "fixed" draws exactly n, one from each of n equally probable stretches of the
-                classes: classes within a stretch are never drawn together. "poisson" decides for
-                each class on its own, so that the number varies around n; it looks at all classes
-                and waits for a GPU.
+            n: number of unique classes, at most ``n_classes``.
+            method: "fixed" draws exactly n classes, one from each of n consecutive intervals of
+                equal probability, so two classes inside the same interval are never drawn together.
+                "poisson" decides for each class independently, so the number of classes varies
+                around n; it takes O(n_classes) time and a host sync.
             generator: as for :meth:`sample`.
             rng_counter: as for :meth:`sample`.
 
         Returns:
-            The ids, and for each the logarithm of how often it is expected. In "fixed" they are in
-            the order of the classes.
+            The ids in ascending order, and the log of the inclusion probability of each.
         """
         check_choice("method", method, METHODS)
         inclusion = self._inclusion_of(n)
@@ -251,19 +251,19 @@ class Sampler(TabledModule, ABC):
 
     @torch.no_grad()
     def log_expected(self, ids: Tensor, n: int) -> Tensor:
-        """The log-probability that a class is among the draws of ``unique(n)``, in float32.
+        """The log-probability that ``unique(n)`` draws a class, in float32.
 
         Args:
             ids: class ids of any shape.
-            n: number of different classes that are drawn.
+            n: number of unique classes.
         """
         return self._inclusion_of(n).log_prob(self._check_ids("ids", ids))
 
     def _inclusion_of(self, n: int) -> Inclusion:
         if self.needs_context:
             raise ValueError(
-                f"unique: expected a sampler without context, got {type(self).__name__}, whose "
-                "draws are with replacement"
+                f"unique: expected a sampler without context, got {type(self).__name__}; use "
+                "sample, which draws with replacement"
             )
         n = check_int("n", n, most=self.n_classes)
         if torch.compiler.is_dynamo_compiling() or self._ready_on is None:
@@ -273,21 +273,21 @@ class Sampler(TabledModule, ABC):
         return self._inclusion
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**sampler.config())`` draws the same."""
+        """The arguments of the constructor: ``cls(**sampler.config())`` gives the same draws."""
         return {"n_classes": self.n_classes}
 
     def _saved_config(self) -> dict[str, Any]:
-        """What of :meth:`config` goes into JSON: without arrays, which are part of the state."""
+        """:meth:`config` for JSON, without arrays, which are part of the state."""
         return self.config()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """A sampler from what was saved of :meth:`config`; its state is still to be loaded."""
+        """A sampler from a saved config; load its ``state_dict`` afterwards."""
         return cls(**config)
 
     @classmethod
     def _on_meta(cls, config: dict[str, Any]) -> Self:
-        """As :meth:`from_config`, with large tables on the meta device where that is possible."""
+        """Like :meth:`from_config`, with large tables on the meta device if possible."""
         return cls.from_config(config)
 
     def extra_repr(self) -> str:
@@ -298,16 +298,16 @@ class Sampler(TabledModule, ABC):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _check_context(self, context: Any) -> Tensor | None:
-        """The context as :meth:`_draw` takes it."""
+        """Check the context, and convert it for :meth:`_draw`."""
         if context is not None:
             raise ValueError(
-                f"context: expected None, since {type(self).__name__} does not look at it, "
+                f"context: expected None, since {type(self).__name__} takes no context, "
                 f"got {type(context).__name__}"
             )
         return None
 
     def _check_ids(self, name: str, ids: Any, optional: bool = False) -> Tensor:
-        """Class ids of any shape as int64, on the device of the sampler; or -1 if ``optional``."""
+        """Class ids of any shape as int64; if ``optional``, negative ids are allowed, as -1."""
         if torch.compiler.is_dynamo_compiling() or self._ready_on is None:
             self._be_ready()
         some = optional and isinstance(ids, Tensor) and ids.dtype.is_signed

@@ -1,4 +1,4 @@
-"""RNG counters: the same seed and step give the same draws on every device and in every run."""
+"""RNG counters: equal seeds and steps give equal draws on every device and in every run."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _EXPECTED = "rng_counter: expected (seed, step) as two ints or an int64 tensor o
 def as_rng_counter(
     rng_counter: Any, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Seed and step as int64 ``(2,)`` on ``device``, made without waiting for it."""
+    """Seed and step as int64 ``(2,)`` on ``device``, without a host sync."""
     if rng_counter is None:
         check_generator(generator, device, "the sampler")
         return torch.randint(_LOWEST, _HIGHEST, (2,), generator=generator, device=device)
@@ -42,17 +42,17 @@ def as_rng_counter(
 
 
 def fork(rng_counter: Tensor, number: int) -> Tensor:
-    """Another counter, whose draws are independent of those of ``rng_counter``.
+    """A new counter, whose draws are independent of the draws of ``rng_counter``.
 
-    Give each rank of a process group its own number and the ranks draw different classes; give
-    them none and they draw the same. It also serves for several sets of draws in one step.
+    With the rank as number, each rank of a process group draws different classes; with the same
+    counter all ranks draw the same ones. It also gives several sets of draws in one step.
 
     Args:
         rng_counter: seed and step, int64 ``(2,)``.
-        number: which one, from 0.
+        number: index of the new counter, from 0.
 
     Returns:
-        Another seed, made from the seed and the number, and the same step; int64 ``(2,)``.
+        A new seed, computed from the seed and the number, and the same step; int64 ``(2,)``.
 
     Example:
         >>> import torch
@@ -73,5 +73,5 @@ def fork(rng_counter: Tensor, number: int) -> Tensor:
 
 
 def fractions(pairs: Tensor) -> Tensor:
-    """Numbers from 0 up to 1, multiples of 2^-53 in float64, from pairs of words ``(..., 2)``."""
+    """Uniform float64 numbers in [0, 1), multiples of 2^-53, from pairs of words ``(..., 2)``."""
     return ((pairs[..., 0] << 21) | (pairs[..., 1] >> 11)).double() * 2.0**-53

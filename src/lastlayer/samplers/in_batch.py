@@ -1,4 +1,4 @@
-"""Negatives that are there already: the targets of the other rows of a batch."""
+"""In-batch negatives: the targets of the other rows of a batch."""
 
 from typing import Any
 
@@ -12,19 +12,18 @@ from lastlayer.samplers.base import Sampler
 
 
 class InBatch(Sampler):
-    """The classes of a batch, as frequent there as they are among targets: q(c) ∝ count(c).
+    """In-batch negatives, with probabilities from the counts of targets: q(c) ∝ count(c) + prior.
 
-    For two-tower models: the vectors of the other rows' items are at hand, and serve as negatives
-    for free. A frequent item is then a negative often, which its log-probability makes up for.
-    Counts are given, or learned while training: ``update(target)`` counts targets, and older ones
-    fade. A class that was never seen counts as ``prior``, so that every target has a probability.
+    For two-tower models, where the item vectors of the other rows are negatives at no extra cost.
+    Frequent items are negatives more often; their log-probability corrects for that. Counts are
+    given, or learned during training: ``update(target)`` adds the targets of a batch.
 
     Args:
         n_classes: number of classes.
-        counts: what is known to begin with, one number per class, at least 0.
-        prior: added to every count; more than 0.
-        decay: what an update leaves of older counts; 1 forgets nothing. Below 1 an update looks at
-            all classes.
+        counts: initial counts, one number per class, at least 0; zeros by default.
+        prior: added to every count, so that every class has a probability; more than 0.
+        decay: factor of older counts in each update; 1 keeps them. Below 1 an update takes
+            O(n_classes) time.
 
     Example:
         >>> import torch
@@ -48,13 +47,13 @@ class InBatch(Sampler):
         seen = torch.zeros(self.n_classes, dtype=torch.float64, device="cpu")
         if counts is not None:
             seen = torch.from_numpy(as_counts(counts, self.n_classes, kinds="iuf"))
-        # Bits of float64 in integers: a module that is made float32 or bfloat16 leaves them alone.
+        # float64 bits stored as integers, which module.float() or module.bfloat16() do not convert.
         self.register_buffer("seen", seen.view(torch.int64))
         self.register_buffer("total", seen.sum().view(torch.int64))
 
     @torch.no_grad()
     def update(self, target: Tensor) -> None:
-        """Counts the targets of a batch.
+        """Add the targets of a batch to the counts.
 
         Args:
             target: class ids of any shape.

@@ -1,4 +1,4 @@
-"""A proposal that follows the model: an n-gram that learns from the scores of what was drawn."""
+"""An adaptive n-gram sampler, which learns from the scores of the classes it has drawn."""
 
 from typing import Any, Self
 
@@ -15,30 +15,30 @@ from lastlayer.samplers.unigram import Unigram
 
 
 class AdaptiveNGram(Sampler):
-    """A mixture of unigram, bigram and trigram that is moved towards the model while it trains.
+    """A mixture of unigram, bigram and trigram that follows the model during training.
 
-    q(w | h) = Σ_k α_k q_k(w | the last k − 1 words). The unigram is that of the counts. The others
-    start as the unigram, and learn in :meth:`update` from the scores of the classes that were drawn
-    for a row anyway: with W the set of them and p the softmax of their scores,
+    q(w | h) = Σ_k α_k q_k(w | the last k − 1 words). The unigram is given by the counts. The others
+    start equal to the unigram, and learn in :meth:`update` from the scores of the classes that were
+    drawn for a row. With W the set of these classes and p the softmax of their scores,
 
         q_k(w) ← (1 − λ) q_k(w) + λ q_k(W) p(w)   for w in W.
 
-    The probability of W as a whole stays, so that q_k stays normalised and no other class has to
-    be looked at. The mixture α follows the gradient of KL(p ‖ q) within W.
+    The total probability of W does not change, so q_k stays normalised without an update of any
+    other class. The mixture α follows the gradient of KL(p ‖ q) within W.
 
-    Contexts live in a hash table on the device, each with a list of classes; a class that is on no
-    list has the probability of the unigram. A full list keeps what differs most from the unigram. A
-    context that finds no place, since the table is full around it, keeps the unigram; more
-    ``contexts`` help. All is kept in integers: what is drawn has exactly the probability that
-    :meth:`Sampler.log_prob` says.
+    Contexts are stored in a hash table on the device, each with a list of classes; classes that are
+    not in the list have their unigram probability. A full list keeps the classes that differ most
+    from the unigram. A context that does not fit into the hash table uses the unigram; increase
+    ``contexts`` then. Probabilities are stored as integers, so :meth:`Sampler.log_prob` is exact.
 
     Args:
-        counts: how frequent each class is, one number per class, at least 0, not all 0.
-        order: 2 for a mixture of unigram and bigram, 3 for one with the trigram.
-        contexts: how many contexts of each length have a list; a few more than are met.
-        width: how many classes a list has. A context takes 12 bytes per class.
-        rate: λ, how far an update moves.
-        mixture_rate: how far an update moves the mixture.
+        counts: frequency of each class, one number per class, at least 0, not all 0.
+        order: 2 for a mixture of unigram and bigram, 3 to add the trigram.
+        contexts: number of contexts of each length that have a list; choose slightly more than
+            occur.
+        width: number of classes in a list. A context takes 12 bytes per class.
+        rate: λ, the step size of an update.
+        mixture_rate: the step size of the mixture.
 
     Reference:
         Yoshua Bengio and Jean-Sébastien Senécal, Adaptive importance sampling to accelerate
@@ -99,7 +99,7 @@ class AdaptiveNGram(Sampler):
         return made.view(ids.shape)
 
     def proposal(self) -> list[Tensor]:
-        """All that it consists of, as :mod:`lastlayer.kernels.context_lists` takes it."""
+        """The tensors of the sampler, in the order of :mod:`lastlayer.kernels.context_lists`."""
         lists = [each for part in self.lists for each in part.buffers()]
         return [self.mixture, self.unigram.table, self.unigram.weight, *lists]
 
@@ -114,15 +114,15 @@ class AdaptiveNGram(Sampler):
 
     @torch.no_grad()
     def update(self, context: Tensor, ids: Tensor, scores: Tensor) -> None:
-        """Moves the proposal towards the model, from the scores of a few classes of each row.
+        """Move the proposal towards the model, from the scores of a few classes per row.
 
-        Of rows with the same context the last one teaches.
+        If several rows have the same context, only the last one is used.
 
         Args:
-            context: what came before, int64 ``(rows, order - 1)``; -1 for nothing.
-            ids: the classes that were scored, ``(rows, m)``, or ``(m,)`` for every row. A class
-                counts once, however often it is there.
-            scores: the model's, ``(rows, m)``.
+            context: the preceding words, int64 ``(rows, order - 1)``; -1 for no word.
+            ids: the classes that were scored, ``(rows, m)``, or ``(m,)`` for all rows. Duplicates
+                count once.
+            scores: the scores of the model, ``(rows, m)``.
         """
         words, ids = self._check_context(context), self._check_ids("ids", ids)
         check_scores(scores)
@@ -139,7 +139,7 @@ class AdaptiveNGram(Sampler):
             self._learn(words, ids, scores)
 
     def _learn(self, context: Tensor, ids: Tensor, scores: Tensor) -> None:
-        """:meth:`update` of arguments that are right; a negative id is none."""
+        """:meth:`update` without checks of its arguments; negative ids are padding."""
         rates = self.rate, self.mixture_rate
         context_lists.learn_("auto", context, ids, scores, self.proposal(), *rates)
 
@@ -168,15 +168,14 @@ class AdaptiveNGram(Sampler):
 
 
 class ContextLists(TabledModule):
-    """A hash table from contexts to short lists of classes, in integers on the device.
+    """A hash table from contexts to short lists of classes, stored as integers on the device.
 
-    A list says how the classes on it share out the probability that the unigram gives them
-    together; classes that are not on it have that of the unigram. So it is normalised whatever is
-    on it. A context without a list has the unigram. Kernels fill and read them, see
-    :mod:`lastlayer.kernels.context_lists`.
+    A list redistributes the total unigram probability of its classes among them; all other classes
+    keep their unigram probability. So the distribution is always normalised. A context without a
+    list has the unigram. See :mod:`lastlayer.kernels.context_lists` for the kernels.
 
     Args:
-        contexts: number of places; rounded up to a power of two.
+        contexts: minimum number of slots; the number of buckets is rounded up to a power of two.
         width: length of a list.
     """
 
@@ -189,7 +188,7 @@ class ContextLists(TabledModule):
         super().__init__()
         self.bucket_bits = ((contexts + WAYS - 1) // WAYS - 1).bit_length()
         places = WAYS << self.bucket_bits
-        # One place more, that of no context, whose list stays empty.
+        # One more slot for contexts that were not found; its list stays empty.
         self.register_buffer("keys", torch.full((places + 1,), NO_KEY, device="cpu"))
         empty = torch.full((places + 1, width), UNUSED, dtype=torch.int32, device="cpu")
         self.register_buffer("classes", empty)

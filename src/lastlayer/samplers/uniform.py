@@ -1,4 +1,4 @@
-"""Samplers in closed form, which store nothing: uniform, and Zipf's law by rank."""
+"""Samplers in closed form, which need no tables: uniform, and Zipf's law by rank."""
 
 import math
 import warnings
@@ -17,8 +17,8 @@ from lastlayer.samplers.base import Sampled, Sampler
 class Uniform(Sampler):
     """All classes equally likely: q(c) = 1 / n.
 
-    A draw is ⌊n · r / 2^64⌋ from 64 random bits r, which makes probabilities differ by less than
-    one part in 2^32 from each other. Nothing is stored.
+    A draw is ⌊n · r / 2^64⌋ from 64 random bits r, so probabilities differ by less than one part in
+    2^32. Nothing is stored.
 
     Args:
         n_classes: number of classes, at most 2^31.
@@ -53,14 +53,14 @@ class LogUniform(Sampler):
     """Zipf's law by rank, without counts: q(k) = log((k+2)/(k+1)) / log(n+1).
 
     Class 0 is the most frequent one. A draw is ⌊(n+1)^u⌋ − 1 with u uniform, which has exactly
-    these probabilities. Nothing is stored, and 100 million classes cost no more than ten: each
-    probability is kept to one part in a million there, as float32 keeps its logarithm.
+    these probabilities. Without ``order`` nothing is stored, and the cost of a draw does not depend
+    on the number of classes. Log-probabilities are rounded to float32, which at 100 million classes
+    is a relative error of one in a million.
 
     Args:
         n_classes: number of classes, at most 2^31.
-        order: class ids, the most frequent one first, where classes are not sorted by frequency.
-        counts: how frequent each class is. They are only compared with the order: a warning says
-            where classes are not sorted by frequency.
+        order: class ids, the most frequent one first, if classes are not sorted by frequency.
+        counts: frequency of each class, only used for a warning if classes are not sorted.
 
     Example:
         >>> import torch
@@ -92,10 +92,13 @@ class LogUniform(Sampler):
         elif self.order is not None and self.rank is not None:
             order = as_permutation("order", self.order, self.n_classes)
             if (as_numpy(self.rank.cpu()) != order.argsort()).any():
-                raise ValueError("rank: expected the place of each class in order, got another one")
+                raise ValueError(
+                    "rank: expected the position of each class in order, got other ranks; load "
+                    "both from the state of one sampler"
+                )
 
     def _check_part(self) -> None:
-        """What one process can tell of its rows; no other one is asked."""
+        """Check the rows of this process only, without communication."""
         for name in self.spreadable:
             part = local_part(self.get_buffer(name))
             if bool(((part < 0) | (part >= self.n_classes)).any()):
@@ -119,7 +122,7 @@ class LogUniform(Sampler):
         return Sampled(self._entries("order", rank, drawn=True), self._log_prob_at(rank))
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
-        # Not as attributes, which a module takes long to find.
+        # Attributes of a module are slow to look up.
         own = self._buffers
         return rng.LOG_UNIFORM, own["order"], own["rank"], self.n_classes
 

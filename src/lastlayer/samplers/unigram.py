@@ -1,4 +1,4 @@
-"""Any frequencies, from an alias table of integers."""
+"""A sampler with arbitrary class frequencies, from an integer alias table."""
 
 import math
 from typing import Any, Self
@@ -16,23 +16,23 @@ from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
 
 
 class Unigram(Sampler):
-    """Classes as frequent as their counts say: q(c) = w(c) / 2^B with integers w ∝ counts^power.
+    """Draws classes in proportion to powers of their counts: q(c) ∝ counts(c)^power.
 
-    The integers are shared out over the columns of an alias table without a remainder, so that a
-    class is drawn with probability w(c) / 2^B to the last bit, and that is what
-    :meth:`~lastlayer.samplers.Sampler.log_prob` says. They are within 1 of the exact share of a
-    total of 2^32 times a power of two that is at least ``n_classes`` and 4096, so that nothing is
-    lost at 100 million classes. A cumulative sum in float32 leaves many of so many classes nothing.
+    Probabilities are q(c) = w(c) / 2^B with integers w, which fill an alias table without
+    remainder, so that draws have exactly the probabilities of
+    :meth:`~lastlayer.samplers.Sampler.log_prob`. The total 2^B is 2^32 times a power of two that is
+    at least ``n_classes`` and 4096, and each w(c) is within 1 of its exact share of 2^B. So there
+    is no loss of precision at 100 million classes, where a cumulative sum in float32 would give
+    many classes probability 0.
 
-    A class whose share is less than 1 of that total, as for a count of 0, gets a weight of 1: it is
-    next to never drawn, and has a log-probability all the same. Add a number to all counts where
-    such classes should be drawn. Building takes O(n_classes) time; 16 to 24 bytes per class are
-    kept, and 8 more in the host's memory for the counts; a draw looks at the table once, however
-    many classes there are.
+    A class with a count of 0, or a share of less than 1, gets w = 1: it is almost never drawn, but
+    has a finite log-probability. Add a constant to all counts if such classes should be drawn.
+    Building takes O(n_classes) time; tables take 16 to 24 bytes per class, and the counts another
+    8 bytes in host memory. A draw is one table lookup, for any number of classes.
 
     Args:
         counts: one number per class, at least 0, not all 0.
-        power: of the counts; 0.75 is that of word2vec, 0 makes all classes equally likely.
+        power: exponent of the counts; 0.75 as in word2vec, 0 makes all classes equally likely.
 
     Example:
         >>> import torch
@@ -48,10 +48,10 @@ class Unigram(Sampler):
     table: Tensor
     weight: Tensor
     _counts: NDArray[np.float64] | None
-    """As given; None where other weights were loaded."""
+    """Counts as given; None once other weights have been loaded."""
 
     def __init__(self, counts: Any, power: float = 1.0) -> None:
-        # Imported here: it compiles for the CPU.
+        # Imported here, since the module compiles code for the CPU.
         from lastlayer.kernels.rng.table import alias_table, column_bits, integer_weights
 
         counts = as_counts(
@@ -61,7 +61,7 @@ class Unigram(Sampler):
         self._counts, self.power = counts, check_not_negative("power", power)
         bits = column_bits(len(counts))
         self._set_bits(bits)
-        # The largest becomes 1: neither a power nor the sum can overflow.
+        # Divided by the largest count, so that neither the power nor the sum can overflow.
         weight = integer_weights((counts / counts.max()) ** self.power, bits)
         self.register_buffer("weight", torch.from_numpy(weight))
         self.register_buffer("table", torch.from_numpy(alias_table(weight, bits)))
@@ -82,16 +82,16 @@ class Unigram(Sampler):
         if not right or (as_numpy(self.table.cpu()) != alias_table(weight, self.bits - 32)).any():
             raise ValueError(
                 f"weight: expected {self.n_classes} integers above 0 that sum to 2^{self.bits}, "
-                "and in table the alias table that they make, got others; load both from the state "
-                "of one sampler"
+                "and in table their alias table, got others; load both from the state of one "
+                "sampler"
             )
 
     def _check_part(self, weight: Tensor, table: Tensor) -> None:
-        """What one process can tell of its rows; no other one is asked."""
+        """Check the rows of this process only, without communication."""
         if bool((weight <= 0).any()) or bool(((table >> 32) >= self.n_classes).any()):
             raise ValueError(
-                "weight: expected integers above 0, and in table the alias table that they make, "
-                "got others; load both from the state of one sampler"
+                "weight: expected integers above 0, and in table their alias table, got others; "
+                "load both from the state of one sampler"
             )
 
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
@@ -136,8 +136,8 @@ class Unigram(Sampler):
     def config(self) -> dict[str, Any]:
         if self._spread is not None:
             raise ValueError(
-                "config: expected a sampler with whole tables, got one whose tables are spread "
-                "over processes; ask the sampler of ClassParallel.gather()"
+                "config: expected a sampler with complete tables, got one whose tables are sharded "
+                "over processes; use the sampler of ClassParallel.gather()"
             )
         if self._counts is None:
             return {"counts": as_numpy(self.weight.double().cpu()), "power": 1.0}
@@ -156,7 +156,7 @@ class Unigram(Sampler):
     def _on_meta(cls, config: dict[str, Any]) -> Self:
         from lastlayer.kernels.rng.table import column_bits
 
-        # Of one class, whose tables make room for those of all.
+        # Build a sampler with one class, then replace its tables by full ones on the meta device.
         made = cls.from_config({**config, "n_classes": 1})
         made.n_classes = check_int("n_classes", config["n_classes"], most=MOST_CLASSES)
         bits, made._counts = column_bits(made.n_classes), None

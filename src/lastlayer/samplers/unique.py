@@ -1,4 +1,4 @@
-"""Draws without replacement from a table of integers, which says how probable each class is."""
+"""Draws without replacement, from a table of integer inclusion probabilities."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,18 @@ from lastlayer.kernels import rng
 from lastlayer.samplers.counters import fractions
 
 METHODS = ("fixed", "poisson")
-# Probability 1 in units of the table.
+# Probability 1 in integer units.
 UNIT = 1 << 32
 
 
 class Inclusion:
-    """Each class has a piece of a line of length ``n``, as long as it is probable: at most 1.
+    """Inclusion probabilities of classes, as consecutive pieces of a line of length ``n``.
+
+    The length of a piece is the probability that the class is drawn, at most 1.
 
     Args:
-        probs: of the classes, float64 ``(n_classes,)``.
-        n: how many different classes are drawn.
+        probs: probabilities of the classes, float64 ``(n_classes,)``.
+        n: number of unique classes to draw.
     """
 
     def __init__(self, probs: Tensor, n: int) -> None:
@@ -25,7 +27,7 @@ class Inclusion:
         self.end = self.width.cumsum(0)
 
     def fits(self, n: int, device: torch.device) -> bool:
-        """Whether this table is for ``n`` draws there."""
+        """Whether this table is for ``n`` draws on ``device``."""
         return self.n == n and self.width.device == device
 
     def log_prob(self, ids: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ class Inclusion:
         return (self.width[ids].double() / UNIT).log().float()
 
     def draw(self, method: str, rng_counter: Tensor) -> Tensor:
-        """Different ids, in ascending order."""
+        """Unique ids, in ascending order."""
         if method == "poisson":
             pairs: Tensor = rng.words("auto", rng_counter, (len(self.width) + 1) // 2)
             chance = pairs.flatten()
@@ -41,12 +43,12 @@ class Inclusion:
         return self._one_per_stretch(rng.words("auto", rng_counter, 2 * self.n).view(self.n, 4))
 
     def _one_per_stretch(self, chance: Tensor) -> Tensor:
-        """One class from each stretch of length 1, after Deville.
+        """One class from each interval of length 1, by the method of Deville.
 
-        A class may lie in two stretches: with ``before`` of its length in one and ``here`` in the
-        next. It must not be drawn twice, and its chances must add up. So where it was drawn in the
-        first, the second draws among the rest; where it was not, it is drawn in the second with
-        probability here / (1 − before), and else the rest is drawn from.
+        A class may lie in two intervals: ``before`` of its length in one, and ``here`` in the next.
+        It must not be drawn twice, and its total probability must be before + here. If it was drawn
+        in the first interval, the second draws from the other classes. If not, the second draws it
+        with probability here / (1 − before), and otherwise one of the other classes.
         """
         number = torch.arange(self.n, device=chance.device)
         start = number * UNIT
@@ -57,8 +59,8 @@ class Inclusion:
         rest = self._class_at(start + here + (first * (UNIT - here)).long())
         claimed = second * (UNIT - before) < here
         reaches = self.end[rest] > start + UNIT
-        # Whether the shared class was drawn before depends on the stretch before that, and so on
-        # back to the last one that leaves no doubt.
+        # Whether the shared class was drawn before depends on the previous interval, and so on,
+        # back to the last interval whose result does not depend on the one before.
         certain = torch.where(claimed & reaches, -1, number).cummax(0).values
         drawn = (certain >= 0) & reaches[certain.clamp_min(0)]
         drawn_before = torch.cat([drawn.new_zeros(1), drawn[:-1]])
@@ -69,11 +71,11 @@ class Inclusion:
 
 
 def _widths(probs: Tensor, n: int) -> Tensor:
-    """Integers that sum to n units, none above one unit, near to c · probs."""
+    """Integers close to c · probs that sum to n units, each at most one unit."""
     possible = int((probs > 0).sum())
     if possible < n:
         raise ValueError(
-            f"n: expected at most {possible}, the classes that have a probability, got {n}"
+            f"n: expected at most {possible}, the classes with a probability above 0, got {n}"
         )
     certain = torch.zeros_like(probs, dtype=torch.bool)
     while True:

@@ -1,7 +1,7 @@
-"""Conformance suites: the rules that every map, loss, head and sampler here keeps, for yours too.
+"""Conformance tests for maps, losses, heads and samplers, including your own.
 
-Each suite draws fresh inputs, raises ``AssertionError`` at the first rule that is broken, and says
-which rule, on which input, by how much and with which seed.
+Each test draws random inputs and raises ``AssertionError`` at the first rule that is broken. The
+error gives the rule, the input, the size of the error, and the seed.
 """
 
 from lastlayer.testing.heads import check_head

@@ -1,4 +1,4 @@
-"""Rules that check_head and check_multilabel_head share, and what they stand on."""
+"""The rules shared by check_head and check_multilabel_head."""
 
 import copy
 import math
@@ -19,20 +19,20 @@ from lastlayer._torch import accumulation_dtype
 from lastlayer.heads import Head, prepare_ddp
 from lastlayer.testing.suite import INTEGERS, REDUCTIONS, Suite
 
-# How far probabilities in half precision may be from those of the same parameters in float64.
+# Tolerance of probabilities in half precision, compared with the same parameters in float64.
 HALF_TOLERANCE = 3e-2
-# Classes that are tried for a gradient of every parameter.
+# Maximum number of classes in the check that every parameter gets a gradient.
 MOST_TARGETS = 512
-# Of a step that is made to find a slope; its error is then far below that of a wrong gradient.
+# Step size of finite differences, and their tolerance.
 STEP = 1e-5
 SLOPE_TOLERANCE = 1e-6
 
 
 @dataclass(kw_only=True)
 class HeadSuite(Suite):
-    """A head, which is only ever copied, and what is asked of it."""
+    """A head, which is copied and not modified, with inputs for it."""
 
-    # Any: what is checked is whether it is a head at all.
+    # Any, since the suite checks whether it is a head.
     given: Any
     draws: int = 0
     loss_is_nll: bool = False
@@ -54,7 +54,7 @@ class HeadSuite(Suite):
         return ignored
 
     def head(self, dtype: torch.dtype | None = None, reduction: str = "mean") -> Any:
-        """A copy in training mode, in the finest dtype unless said otherwise."""
+        """A copy in training mode, in ``dtype`` or the finest dtype."""
         head = copy.deepcopy(self.given).to(self.device, dtype or self.finest).train()
         head.reduction = reduction
         return head
@@ -63,19 +63,19 @@ class HeadSuite(Suite):
         return scale * self.normal(*batch, self.given.in_features, dtype=dtype or self.finest)
 
     def targets(self, *batch: int) -> Tensor:
-        """Class ids, none of them the ignored one."""
+        """Random class ids other than the ignored one."""
         ids = self.integers(self.n_classes, *batch)
         if self.ignore_index is None or self.n_classes == 1:
             return ids
         return torch.where(ids == self.ignore_index, (ids + 1) % self.n_classes, ids)
 
     def all_targets(self) -> Tensor:
-        """All class ids but the ignored one."""
+        """All class ids except the ignored one."""
         ids = torch.arange(self.n_classes, device=self.device)
         return ids if self.ignore_index is None else ids[ids != self.ignore_index]
 
     def calls(self, head: Any) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]]:
-        """What can be asked of hidden states: the last dimensions of the result, and the call."""
+        """Methods on hidden states, by name: last dimensions of the result, and the call."""
         k = min(3, self.n_classes)
 
         def first(hidden: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class HeadSuite(Suite):
         }
 
     def loss(self, head: Any, hidden: Tensor, target: Tensor) -> Tensor:
-        """The loss, with the same chance each time for a head that draws, also from a counter."""
+        """The loss, with the same random draws in each call, also if they come from a counter."""
         before = [each.clone() for each in head.buffers()]
         with self.same_chance():
             loss: Tensor = head(hidden, target)
@@ -99,7 +99,7 @@ class HeadSuite(Suite):
         return loss
 
     def values(self, head: Any, hidden: Tensor, target: Tensor) -> dict[str, Callable[[], Tensor]]:
-        """All that has gradients; log-probabilities of the best classes, which are never -inf."""
+        """Everything with gradients; log-probabilities of the top class, which is never -inf."""
         best = head.topk(hidden, 1).classes
         return {
             "the loss": lambda: self.loss(head, hidden, target),
@@ -110,7 +110,7 @@ class HeadSuite(Suite):
     def gradients(
         self, head: Any, value: Tensor, hidden: Tensor, upstream: Tensor | None = None, **how: bool
     ) -> dict[str, Tensor]:
-        """Of hidden and of each parameter; zeros where there is none."""
+        """Gradients by hidden and by each parameter; zeros instead of None."""
         leaves = self.leaves(head, hidden)
         upstream = torch.ones_like(value) if upstream is None else upstream
         made: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -202,7 +202,7 @@ def targets_may_have_any_integer_dtype(suite: HeadSuite) -> None:
     expected = suite.loss(head, hidden, target)
     slopes = suite.gradients(head, expected, hidden)
     for dtype in _integers_up_to(suite.n_classes, int(target.min())):
-        rule = f"targets of {dtype} are those of int64"
+        rule = f"targets of {dtype} give the results of int64"
         loss = suite.runs(rule, hidden, suite.loss, head, hidden, target.to(dtype))
         suite.close(rule, loss, expected, suite.same, hidden)
         suite.same_gradients(rule, suite.gradients(head, loss, hidden), slopes, hidden)
@@ -228,7 +228,7 @@ def batch_dimensions_do_not_matter(suite: HeadSuite) -> None:
             suite.close(rule, found, right, suite.same, hidden)
     for name, found in results(flat[2], target[2]).items():
         rule = f"a row alone is the same as a row in a batch: {name}"
-        # A list of predicted labels is as long as the longest of its batch.
+        # Predicted lists of labels are padded to the longest list of the batch.
         right = expected[name][2, : len(found)] if found.dim() else expected[name][2]
         suite.close(rule, found, right, suite.same, flat)
 
@@ -264,7 +264,7 @@ def a_nan_stays_in_its_row(suite: HeadSuite) -> None:
 
 
 def a_masked_row_has_log_prob_minus_infinity(suite: HeadSuite) -> None:
-    """Where a head has one bias per class: a bias of -inf masks its class."""
+    """For a head with one bias per class: a bias of -inf masks its class."""
     hidden, n = suite.hidden(4), suite.n_classes
     plain = suite.head(reduction="none")
     bias = getattr(plain, "bias", None)
@@ -280,11 +280,11 @@ def a_masked_row_has_log_prob_minus_infinity(suite: HeadSuite) -> None:
     possible = plain.log_prob(hidden) > -math.inf
     for each in suite.permutation(n)[:3].tolist():
         found = masked(each).log_prob(hidden)
-        suite.require("a bias of -inf makes no NaN", ~found.isnan().any(-1), "got one", hidden)
+        suite.require("a bias of -inf gives no NaN", ~found.isnan().any(-1), "got NaN", hidden)
         lost = possible & (found == -math.inf)
         lost[:, each] = False
         if bool(lost.any()) or bool((found[:, each] > -math.inf).any()):
-            return  # No biases of classes: those of the nodes of a tree, say.
+            return  # Not biases of classes, but for example of the nodes of a tree.
     head, rule = masked(slice(None)), "with every class masked log_prob is -inf"
     classes, target = suite.integers(n, 4, 3), suite.targets(4)
     suite.close(rule, head.log_prob(hidden), -math.inf, 0.0, hidden)
@@ -305,8 +305,8 @@ def half_precision_keeps_to_float64(suite: HeadSuite) -> None:
         exact = rounded.double()
         tolerance = HALF_TOLERANCE if torch.finfo(dtype).eps > 1e-6 else 1e-4
         expected = suite.loss(exact, hidden.double(), target)
-        suite.close(f"the loss in {dtype} is that in float64", losses, expected, tolerance, hidden)
-        rule = f"the probabilities in {dtype} are those in float64"
+        suite.close(f"the loss in {dtype} agrees with float64", losses, expected, tolerance, hidden)
+        rule = f"the probabilities in {dtype} agree with float64"
         suite.close(rule, probs, exact.log_prob(hidden.double()).exp(), tolerance, hidden)
 
 
@@ -335,7 +335,7 @@ def a_pass_without_gradients_changes_nothing(suite: HeadSuite) -> None:
         suite.runs(rule, hidden, head, hidden, target)
     suite.close(f"{rule} does not draw from torch's generator", chance(), state, 0.0)
     for name, each in head.named_buffers():
-        suite.close(f"{rule} leaves {name} as it was", each, before[name], 0.0)
+        suite.close(f"{rule} does not change {name}", each, before[name], 0.0)
 
 
 def other_reductions_are_refused(suite: HeadSuite) -> None:
@@ -345,7 +345,7 @@ def other_reductions_are_refused(suite: HeadSuite) -> None:
 
 def every_parameter_gets_a_gradient(suite: HeadSuite) -> None:
     head = suite.head()
-    # Every class where they are few: a parameter may belong to some of them alone.
+    # All classes if possible, since a parameter may belong to some classes only.
     target = torch.cat([suite.targets(32), suite.all_targets()[:MOST_TARGETS]])
     hidden = suite.hidden(len(target)).requires_grad_()
     for name, grad in suite.gradients(head, suite.loss(head, hidden, target), hidden).items():
@@ -385,7 +385,7 @@ def backward_can_be_repeated(suite: HeadSuite) -> None:
             value = make()
             upstream = suite.normal(*value.shape, dtype=value.dtype)
             slopes = partial(suite.gradients, head, value, hidden)
-            # Copied: a gradient that is scaled in place would change under our hands.
+            # Copied, since a later backward may scale gradients in place.
             first = {of: each.clone() for of, each in slopes(upstream, retain_graph=True).items()}
             rule = f"backward of {name} with retain_graph=True, reduction={reduction!r}"
             again = suite.runs(rule, hidden, partial(slopes, upstream, retain_graph=True))
@@ -396,7 +396,7 @@ def backward_can_be_repeated(suite: HeadSuite) -> None:
 
 
 def changes_before_backward_are_noticed(suite: HeadSuite) -> None:
-    """As in torch: an error, or the gradients at the parameters that the value was made with."""
+    """As in torch: an error, or the gradients at the parameters of the forward pass."""
     target, given = suite.targets(4), suite.hidden(4)
     for changed in suite.leaves(suite.head(), given):
         head, hidden = suite.head(), given.clone().requires_grad_()
@@ -413,7 +413,7 @@ def changes_before_backward_are_noticed(suite: HeadSuite) -> None:
                 found = expected
             with torch.no_grad():
                 leaf.copy_(before)
-            rule = f"{changed} is changed in place between {name} and backward: an error, or"
+            rule = f"{changed} is changed in place between {name} and backward: no error, and"
             suite.same_gradients(rule, found, expected, hidden)
 
 
@@ -473,11 +473,11 @@ def storages_stay_resizable(suite: HeadSuite) -> None:
 def a_distributed_head_gives_the_same(suite: HeadSuite) -> None:
     if suite.device.type != "cpu" or not dist.is_available() or not dist.is_gloo_available():
         return
-    # Of row-sparse gradients FSDP2 has none, and DDP reduces none.
+    # FSDP2 and DDP do not support row-sparse gradients.
     if dist.is_initialized() or getattr(suite.given, "sparse", False):
         return
     with warnings.catch_warnings():
-        # Of torch's own code.
+        # Warnings of torch's own code.
         warnings.simplefilter("ignore")
         store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -488,8 +488,8 @@ def a_distributed_head_gives_the_same(suite: HeadSuite) -> None:
 
 
 def _compare_distributed(suite: HeadSuite) -> None:
-    """``head`` against itself inside of DDP and of FSDP2, of one process each."""
-    # Not in every torch.
+    """Compare a head with itself inside DDP and inside FSDP2, each with one process."""
+    # Imported here: not every build of torch has these.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -506,7 +506,7 @@ def _compare_distributed(suite: HeadSuite) -> None:
         return fully_shard(head, mesh=init_device_mesh("cpu", (1,)))
 
     for way, wrap in {"DistributedDataParallel": ddp, "fully_shard": fsdp}.items():
-        rule, own = f"a head inside of {way} gives the same", copy.deepcopy(head)
+        rule, own = f"a head inside {way} gives the same", copy.deepcopy(head)
         leaf = hidden.detach().requires_grad_()
 
         def step(own: Any = own, leaf: Tensor = leaf, wrap: Any = wrap) -> Tensor:
@@ -523,7 +523,7 @@ def _compare_distributed(suite: HeadSuite) -> None:
             found[name] = torch.zeros_like(expected[name]) if whole is None else whole.to_dense()
         suite.same_gradients(rule, found, expected, hidden)
         if isinstance(own, Head):
-            # Parameters are whole in these methods too.
+            # These methods use the full parameters, too.
             again = suite.runs(rule, hidden, own.log_prob, hidden)
             suite.close(f"{rule}: log_prob", again, log_prob, suite.same, hidden)
 
@@ -531,7 +531,7 @@ def _compare_distributed(suite: HeadSuite) -> None:
 def a_state_dict_is_all_it_takes(suite: HeadSuite) -> None:
     head, hidden = suite.head(), suite.hidden(4)
     other = _changed(suite, head)
-    rule = "a head with another's state_dict gives the same"
+    rule = "a head with the state_dict of another gives the same"
     keys = suite.runs(rule, hidden, other.load_state_dict, head.state_dict())
     suite.require(rule, not keys.missing_keys, f"without {keys.missing_keys}", hidden)
     suite.close(rule, other.log_prob(hidden), head.log_prob(hidden), 0.0, hidden)
@@ -539,8 +539,8 @@ def a_state_dict_is_all_it_takes(suite: HeadSuite) -> None:
 
 def a_config_makes_the_same_head(suite: HeadSuite) -> None:
     head, hidden, target = suite.head(), suite.hidden(4), suite.targets(4)
-    rule, config = "cls(**head.config()) makes the same head", head.config()
-    torch.default_generator.manual_seed(suite.seed + 1)  # other parameters to start with
+    rule, config = "cls(**head.config()) gives the same head", head.config()
+    torch.default_generator.manual_seed(suite.seed + 1)  # other initial parameters
     other = suite.runs(rule, None, lambda: type(head)(**config))
     again = other.config()
     suite.require(rule, _equal(again, config), f"its config is {again}, and was {config}")
@@ -564,7 +564,7 @@ def a_head_made_on_meta_is_whole_once_loaded(suite: HeadSuite) -> None:
         with torch.device("meta"):
             return type(head)(**config).to(suite.finest).train()
 
-    _compare_loaded(suite, "made on the meta device", head, made)
+    _compare_loaded(suite, "constructed on the meta device", head, made)
 
 
 def a_copy_stands_alone(suite: HeadSuite) -> None:
@@ -579,7 +579,7 @@ def a_copy_stands_alone(suite: HeadSuite) -> None:
 def saving_and_loading_change_nothing(suite: HeadSuite) -> None:
     for dtype in {suite.finest, suite.dtypes[0]}:
         head, hidden = suite.head(dtype), suite.hidden(4, dtype=dtype)
-        rule = "load gives what save was given"
+        rule = "load gives the head that was saved"
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "head"
             suite.runs(rule, hidden, head.save, place)
@@ -587,7 +587,7 @@ def saving_and_loading_change_nothing(suite: HeadSuite) -> None:
         suite.require(rule, type(loaded) is type(head), f"got {type(loaded).__name__}", hidden)
         loaded = loaded.to(suite.device)
         suite.require(rule, repr(loaded) == repr(head), f"got {loaded!r}", hidden)
-        # Not the same bits: a product may be rounded by where its operands lie in memory.
+        # Not bitwise equal: rounding of a product may depend on the alignment of its operands.
         suite.close(rule, loaded.log_prob(hidden), head.log_prob(hidden), suite.same, hidden)
 
 
@@ -609,9 +609,9 @@ def autocast_works(suite: HeadSuite) -> None:
         suite.require(f"{rule}: {name} is float32", each.dtype == torch.float32, got, hidden)
     suite.close(rule, loss, plain, 5e-2, hidden)
     for name, grad in made.items():
-        # By its norm: a sparse head may count other classes in once scores are rounded.
+        # Compared by norm: rounded scores may change the support of a sparse head.
         error, norm = float((grad - expected[name]).norm()), float(expected[name].norm())
-        away = f"it is off by {error:g}, with a norm of {norm:g}"
+        away = f"its error is {error:g}, its norm {norm:g}"
         suite.require(f"{rule}: the gradient of {name}", error <= 0.4 * norm, away, hidden)
 
 
@@ -627,7 +627,7 @@ def compiling_changes_nothing(suite: HeadSuite) -> None:
     if suite.device.type != "cpu":
         return
     outside = target.clone()
-    # As far out as a segmentation fault would be.
+    # Far enough out of range to cause a segmentation fault if it is not checked.
     outside[-1] = suite.n_classes + 2**40
     try:
         suite.loss(compiled, hidden, outside)
@@ -637,7 +637,7 @@ def compiling_changes_nothing(suite: HeadSuite) -> None:
 
 
 class _Method(torch.nn.Module):
-    """A method of a head as a module of its own, which can be exported."""
+    """A method of a head as a module that can be exported."""
 
     def __init__(self, head: Any, k: int) -> None:
         super().__init__()
@@ -695,13 +695,13 @@ def hidden_classes_and_k_are_checked(suite: HeadSuite) -> None:
 
 
 def _compare_loaded(suite: HeadSuite, how: str, head: Any, made: Callable[[], Any]) -> None:
-    """``head`` against heads without memory that get its state, in each of the ways there are."""
+    """Compare a head with meta heads that get its state, in all ways of loading a state."""
     hidden, target = suite.hidden(4).requires_grad_(), suite.targets(4)
     log_prob, loss = head.log_prob(hidden), suite.loss(head, hidden, target)
     slopes = suite.gradients(head, loss, hidden)
 
     def emptied(other: Any, state: dict[str, Tensor]) -> None:
-        # What to_empty does, in memory that is sure to hold nonsense.
+        # Like to_empty, but the memory certainly contains wrong values.
         other._apply(lambda each: _nonsense(each, suite.device))
         other.load_state_dict(state)
 
@@ -709,7 +709,7 @@ def _compare_loaded(suite: HeadSuite, how: str, head: Any, made: Callable[[], An
         other.load_state_dict(state, assign=True)
 
     def set_one_by_one(other: Any, state: dict[str, Tensor]) -> None:
-        # As loaders of other libraries do, which give memory to buffers that were not saved.
+        # Like loaders of other libraries, which allocate buffers that were not saved.
         for module in other.modules():
             for name in module._non_persistent_buffers_set & module._buffers.keys():
                 if module._buffers[name] is not None:
@@ -724,7 +724,7 @@ def _compare_loaded(suite: HeadSuite, how: str, head: Any, made: Callable[[], An
     for way, load in {
         "to_empty and load_state_dict": emptied,
         "load_state_dict(assign=True)": assigned,
-        "each tensor set by itself": set_one_by_one,
+        "setting each tensor": set_one_by_one,
     }.items():
         rule = f"a head {how}, then {way}, gives the same"
         other = suite.runs(rule, hidden, made)
@@ -737,7 +737,7 @@ def _compare_loaded(suite: HeadSuite, how: str, head: Any, made: Callable[[], An
 
 
 def _nonsense(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of that form with values that no table and no parameter has."""
+    """A tensor of the same shape and dtype, with values that no table or parameter has."""
     value = math.nan if tensor.is_floating_point() else min(2**30, _most(tensor.dtype))
     made = torch.full_like(tensor, value, device=device)
     return torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made
@@ -748,13 +748,13 @@ def _most(dtype: torch.dtype) -> int:
 
 
 def _integers_up_to(n_classes: int, least: int = 0) -> list[torch.dtype]:
-    """The integer dtypes that hold all class ids, and ``least`` too."""
+    """The integer dtypes that can represent all class ids and ``least``."""
     limits = {dtype: torch.iinfo(dtype) for dtype in INTEGERS}
     return [each for each, of in limits.items() if of.min <= least and n_classes <= of.max]
 
 
 def _changed(suite: HeadSuite, head: Any) -> Any:
-    """A copy with other parameters."""
+    """A copy with different parameters."""
     other = copy.deepcopy(head)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -763,7 +763,7 @@ def _changed(suite: HeadSuite, head: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two configs say the same; modules and trees are compared by their ``repr``."""
+    """Whether two configs are equal; modules and trees are compared by their ``repr``."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -776,7 +776,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _compare_slopes(
     suite: HeadSuite, rule: str, value: Callable[[], Tensor], head: Any, hidden: Tensor
 ) -> None:
-    """The gradient against differences of the value, along one random direction per tensor."""
+    """Compare gradients with finite differences, along one random direction per tensor."""
     hidden.requires_grad_()
     made = suite.gradients(head, value(), hidden)
     for name, leaf in suite.leaves(head, hidden).items():
@@ -795,7 +795,7 @@ def _compare_slopes(
         suite.close(f"{rule} by {name}: against differences", expected, slope, tolerance, hidden)
 
 
-# Rules of every head, in the order in which they tell the most.
+# Rules for all heads, in the order in which a failure is most informative.
 FORM = it_says_what_it_is, log_prob_has_the_promised_form
 CHOICES = chosen_classes_are_the_gathered_ones, topk_is_a_sort
 BATCHES = (
@@ -823,7 +823,7 @@ def others(
     transforms: bool,
     distributed: bool,
 ) -> list[Callable[[Any], None]]:
-    """The other rules of this module, but for autocast, where they are asked for."""
+    """The other rules of this module, except autocast, as selected by the arguments."""
     return [
         a_nan_stays_in_its_row,
         a_masked_row_has_log_prob_minus_infinity,

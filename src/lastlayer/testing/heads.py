@@ -1,4 +1,4 @@
-"""check_head: the rules of a head that chooses one of many classes."""
+"""check_head: the rules for heads that predict one of many classes."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from lastlayer.testing import head_rules as rules
 from lastlayer.testing.head_rules import HeadSuite
 from lastlayer.testing.suite import FLOATING, SUM_TOLERANCE, seeded
 
-# Equal rows that are drawn from: fewer where there are many classes.
+# Maximum number of equal rows to draw from, and of their probabilities.
 MOST_ROWS, MOST_NUMBERS = 1000, 1_000_000
 
 
 class ClassSuite(HeadSuite):
-    """A head that chooses one class."""
+    """A head that predicts one class."""
 
     def calls(self, head: Any) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]]:
         return {**super().calls(head), "sample": ((4,), lambda hidden: head.sample(hidden, 4))}
@@ -42,47 +42,49 @@ def check_head(
 ) -> None:
     """Check that a module keeps the contract of :class:`lastlayer.heads.Head`.
 
-    Always checked: log-probabilities exponentiate to 1 over all classes at any scale of hidden;
-    for chosen classes, one or several for each row, they are the gathered ones; ``topk`` is a sort
-    of them; ``sample`` draws classes as often as they are probable, independently from row to row,
-    and repeatably with a generator; reductions and batch dimensions agree; class ids may have any
-    integer dtype; ignored rows have no loss and no gradient, and where all are ignored the loss is
-    0; empty batches work; a NaN stays in its row; where every class is masked log-probabilities
-    are -inf; losses and log-probabilities are float32, or float64 from float64; every parameter
-    gets a gradient; backward can be repeated with ``retain_graph=True``, and notices parameters
-    that were changed in place; a forward pass under ``no_grad`` changes nothing; ``state_dict`` and
-    ``deepcopy`` keep everything; a head that was moved to the meta device, or made there, is whole
-    once its state is loaded, after ``to_empty``, with ``assign=True`` or tensor by tensor; storages
-    stay resizable; in eval mode nothing is left to chance; bad input is refused with an error that
-    names the argument.
+    These rules are always checked:
+
+    - Probabilities sum to 1 for any scale of hidden. ``log_prob`` of given classes, one or several
+      per row, agrees with ``log_prob`` of all classes. ``topk`` agrees with a sort.
+    - ``sample`` draws from these probabilities, independently for each row, and repeatably with a
+      generator.
+    - Reductions and batch dimensions agree, and empty batches work. Class ids may have any integer
+      dtype. Losses and log-probabilities are float32, or float64 from float64.
+    - Ignored rows have loss and gradient 0; if all rows are ignored, the loss is 0.
+    - A NaN affects only its own row. If all classes are masked, log-probabilities are -inf.
+    - Every parameter gets a gradient. Backward can be repeated with ``retain_graph=True``, and
+      parameters that are modified in place before backward do not give wrong gradients.
+    - A forward pass under ``no_grad`` has no side effects, and eval mode is deterministic.
+    - ``state_dict`` and ``deepcopy`` are complete, also after the meta device, with ``to_empty``,
+      ``assign=True``, or a loader that sets tensors one by one. Storages stay resizable.
+    - Bad input raises an error that names the argument.
 
     Args:
-        head: the module, which is copied and left alone, or a function that makes one. It has
+        head: the module, which is copied and not modified, or a function that returns one. It has
             the attributes ``in_features``, ``n_classes``, ``ignore_index`` and ``reduction``. A
-            few dozen classes make the sharpest test; two are the fewest, more are only slower.
-        loss_is_nll: the loss is minus ``log_prob`` of the target. False where it is another one,
-            such as that of entmax, a smoothed or a sampled one.
-        gradients: the gradient of the loss by hidden and by each parameter is its slope, with
-            chance held fixed. False where a gradient is an estimate.
-        log_prob_gradients: ``log_prob`` is differentiable.
-        draws: how many draws for a row are compared with its probabilities.
-        save: ``save`` and ``load`` work, and ``cls(**head.config())`` makes the same head. False
-            for a module that is no ``Head``.
-        checkpoint: the head works inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
-            False where a forward pass changes what the next one computes.
-        transforms: ``torch.func.grad`` of ``functional_call`` gives the gradients of backward.
-        distributed: the head gives the same inside of ``DistributedDataParallel`` and
-            ``fully_shard``, in a group of one process that is made for it on a CPU; nothing is
-            checked where a process group exists, or torch has no gloo.
-        dtypes: what the head accepts; without float64 gradients are not checked.
-        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False. With it
-            ``torch.export`` of ``log_prob`` and ``topk`` is checked as well, with a dynamic batch.
-        autocast: the head works under ``torch.autocast``.
-        device: where to run.
-        seed: repeats the inputs of an earlier run; fresh ones otherwise.
+            few dozen classes are best; at least two are needed, and many are slower.
+        loss_is_nll: whether the loss is minus ``log_prob`` of the target. False for other losses,
+            such as entmax losses, label smoothing and sampled losses.
+        gradients: whether to compare the gradients of the loss by hidden and parameters with finite
+            differences, at fixed random draws. False if gradients are estimates.
+        log_prob_gradients: whether ``log_prob`` is differentiable.
+        draws: number of draws per row to compare with its probabilities.
+        save: whether to check ``save``, ``load`` and ``cls(**head.config())``. False for a module
+            that is not a ``Head``.
+        checkpoint: whether to check ``torch.utils.checkpoint`` with ``use_reentrant=False``. False
+            if a forward pass affects the next one.
+        transforms: whether to check ``torch.func.grad`` of ``functional_call``.
+        distributed: whether to check ``DistributedDataParallel`` and ``fully_shard``, on a CPU in a
+            temporary group of one process; skipped if a process group exists, or without gloo.
+        dtypes: dtypes that the head accepts; without float64, gradients are not checked.
+        compile: backend of ``torch.compile``, as for :func:`check_map`; False to skip. Also checks
+            ``torch.export`` of ``log_prob`` and ``topk`` with a dynamic number of rows.
+        autocast: whether to check ``torch.autocast``.
+        device: device to run on.
+        seed: random seed; a random one if None.
 
     Raises:
-        AssertionError: names the rule that is broken, the input, the numbers and the seed.
+        AssertionError: with the rule that is broken, the input, the numbers and the seed.
 
     Example:
         >>> from lastlayer.heads import FullSoftmax
@@ -149,12 +151,12 @@ def samples_follow_the_probabilities(suite: HeadSuite) -> None:
     probs = head.log_prob(hidden).detach().double().exp().cpu().numpy()
     drawn = head.sample(hidden, suite.draws, generator=_generator(suite))
     for row in range(3):
-        rule = "draws of a row are as frequent as they are probable"
+        rule = "draws follow the probabilities of their row"
         suite.follows(rule, drawn[row], probs[row], hidden)
     rows = min(MOST_ROWS, max(100, MOST_NUMBERS // suite.n_classes))
     alike = hidden[0].expand(rows, -1)
     drawn = head.sample(alike, 1, generator=_generator(suite)).flatten()
-    rule = "rows draw on their own: among equal rows classes are as frequent as they are probable"
+    rule = "rows draw independently: the draws of equal rows follow their probabilities"
     suite.follows(rule, drawn, probs[0], hidden)
 
 
@@ -179,7 +181,7 @@ def ignored_rows_count_for_nothing(suite: HeadSuite) -> None:
     target[ignored] = suite.ignore_index
     hidden[1] = math.nan
     losses = suite.loss(suite.head(reduction="none"), hidden, target)
-    suite.zero("an ignored row has loss 0, even where hidden is NaN", losses[ignored], hidden)
+    suite.zero("an ignored row has loss 0, even if hidden is NaN", losses[ignored], hidden)
     mean = suite.loss(suite.head(), hidden, target)
     rule = "the mean is over the rows that are not ignored"
     suite.close(rule, mean, losses[counted].mean(), 1e-5, hidden)
@@ -187,8 +189,8 @@ def ignored_rows_count_for_nothing(suite: HeadSuite) -> None:
     made = _gradients(suite, head, hidden, target)
     fewer = _gradients(suite, head, hidden[counted], target[counted])
     rows = made.pop("hidden")
-    suite.zero("an ignored row has gradient 0, even where hidden is NaN", rows[ignored], hidden)
-    rule = "other rows have the gradient they have alone"
+    suite.zero("an ignored row has gradient 0, even if hidden is NaN", rows[ignored], hidden)
+    rule = "other rows have the same gradient as without ignored rows"
     suite.close(rule, rows[counted], fewer.pop("hidden"), 1e-5, hidden)
     for name, grad in made.items():
         rule = f"an ignored row adds nothing to the gradient of {name}"
@@ -202,10 +204,10 @@ def all_rows_ignored_is_a_loss_of_zero(suite: HeadSuite) -> None:
     target = torch.full((3,), suite.ignore_index, device=suite.device)
     for reduction in ("mean", "sum"):
         head = suite.head(reduction=reduction)
-        rule = f"reduction={reduction!r} is 0 where all rows are ignored"
+        rule = f"reduction={reduction!r} is 0 if all rows are ignored"
         suite.zero(rule, suite.loss(head, hidden, target), hidden)
         for name, grad in _gradients(suite, head, hidden, target).items():
-            suite.zero(f"the gradient of {name} is 0 where all rows are ignored", grad, hidden)
+            suite.zero(f"the gradient of {name} is 0 if all rows are ignored", grad, hidden)
 
 
 def autocast_keeps_sums_of_one(suite: HeadSuite) -> None:

@@ -1,4 +1,4 @@
-"""check_loss: the rules of a loss of scores and targets."""
+"""check_loss: the rules for losses of scores and targets."""
 
 import copy
 import math
@@ -18,10 +18,10 @@ CLASSES = 7
 
 @dataclass(kw_only=True)
 class LossSuite(Suite):
-    """A loss of scores and targets, and what every such loss is asked for."""
+    """A loss of scores and targets, with inputs for it."""
 
     loss: Callable[..., Tensor]
-    # By how much the loss and its gradient may change under autocast.
+    # Tolerances of the loss and of its gradient under autocast.
     autocast_tolerance: ClassVar[tuple[float, float]] = (5e-2, 2e-2)
     empty_shapes: ClassVar[tuple[tuple[int, int], ...]] = ((0, CLASSES),)
 
@@ -55,15 +55,15 @@ class LossSuite(Suite):
         return self.scores(rows, n)
 
     def targets(self, scores: Tensor) -> list[Tensor]:
-        """Hard targets for these scores, and soft ones where the loss takes them."""
+        """Hard targets for these scores, and soft ones if the loss accepts them."""
         raise NotImplementedError
 
     def masks(self, _scores: Tensor) -> tuple[Tensor, ...]:
-        """A mask for these scores, where the loss takes one."""
+        """A mask for these scores, if the loss accepts one."""
         return ()
 
     def of_tensors(self, reduction: str) -> Callable[..., Tensor]:
-        """The loss as a function of scores, target, and the mask where there is one."""
+        """The loss as a function of scores, target, and the mask if there is one."""
 
         def loss(scores: Tensor, target: Tensor, *masks: Tensor) -> Tensor:
             return self.losses(scores, target, reduction, **({"mask": masks[0]} if masks else {}))
@@ -81,7 +81,7 @@ class MapLossSuite(LossSuite):
     reachable: bool
 
     def predict(self, scores: Tensor) -> Tensor:
-        """The map, or the one that the loss implies: its gradient plus the target."""
+        """The map; if None, the gradient of the loss plus the target."""
         if self.map is not None:
             return self.map(scores)
         target = torch.zeros(scores.shape[:-1], dtype=torch.int64, device=scores.device)
@@ -117,37 +117,41 @@ def check_loss(
 ) -> None:
     """Check that a loss keeps the rules of the loss of a map.
 
-    Always checked: the gradient is ``map(scores) - target``; the loss is zero where the map hits
-    the target, never negative and convex; reductions and batch dimensions agree; float32 comes
-    out, or float64 from float64; class ids may have any integer dtype; an offset of 1e6 costs no
-    accuracy in float32; a NaN stays in its own row; an empty batch has loss 0. Where the loss takes
-    ``ignore_index=``, None must let every target count; where it takes ``class_weight=``, each row
-    must count with the weight of its target, and "mean" divide by the sum of these weights.
+    These rules are always checked:
+
+    - The gradient is ``map(scores) - target``.
+    - The loss is convex, never negative, and zero if the map equals the target.
+    - Reductions and batch dimensions agree. An empty batch has loss 0.
+    - The loss is float32, or float64 from float64. Class ids may have any integer dtype.
+    - An offset of 1e6 costs no accuracy in float32. A NaN affects only its own row.
+    - If the loss has an option ``ignore_index``, with None no target is ignored. If it has
+      ``class_weight``, rows are weighted by the weight of their target, and "mean" divides by the
+      sum of these weights.
 
     Args:
         loss: ``loss(scores, target, reduction=)`` for scores ``(*batch, n)``, or a module with an
-            attribute ``reduction``; a module has ``ignore_index`` and ``class_weight`` as
-            attributes too.
-        map: the map of this loss, over the last dimension. Without it, it is read off the
+            attribute ``reduction``; options of a module are attributes too.
+        map: the map of this loss, over the last dimension. If None, it is computed from the
             gradient, and the Hessian is not compared with its Jacobian.
-        distributions: targets may be distributions ``(*batch, n)``, of which class ids are the
-            one-hot ones. False where targets are class ids only.
-        reachable: every distribution is a value of the map, or a limit of values. False for
+        distributions: whether targets may be distributions ``(*batch, n)``, with class ids as
+            one-hot distributions. False if targets are class ids only.
+        reachable: whether every distribution is a value of the map, or a limit of values. False for
             top-k softmax, whose loss may be negative for a target with more than k classes.
-        ignore_index: the class id that is left out by default: loss and gradient 0 whatever the
-            scores, not counted by "mean", which is 0 where nothing counts. None for no such id.
-        masks: a score of -inf removes its class, and makes the loss of a target there +inf.
-            False where the loss takes finite scores only.
-        derivatives: ``gradcheck``, ``gradgradcheck`` and the Hessian are right.
-        dtypes: what the loss accepts; without float64 derivatives are not checked.
-        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
-        vmap: the loss works under ``torch.func.vmap`` and ``torch.func.grad``.
-        autocast: the loss works under ``torch.autocast``.
-        device: where to run.
-        seed: repeats the inputs of an earlier run; fresh ones otherwise.
+        ignore_index: the class id that is ignored by default: its rows have loss and gradient 0 for
+            any scores, and "mean" excludes them; it is 0 if all rows are ignored. None if no id is
+            ignored.
+        masks: whether a score of -inf removes its class, and a target there has loss +inf. False if
+            scores must be finite.
+        derivatives: whether to check ``gradcheck``, ``gradgradcheck`` and the Hessian.
+        dtypes: dtypes that the loss accepts; without float64, derivatives are not checked.
+        compile: backend of ``torch.compile``, as for :func:`check_map`; False to skip.
+        vmap: whether to check ``torch.func.vmap`` and ``torch.func.grad``.
+        autocast: whether to check ``torch.autocast``.
+        device: device to run on.
+        seed: random seed; a random one if None.
 
     Raises:
-        AssertionError: names the rule that is broken, the input, the numbers and the seed.
+        AssertionError: with the rule that is broken, the input, the numbers and the seed.
 
     Example:
         >>> import torch
@@ -187,7 +191,7 @@ def check_loss(
     )
 
 
-# Rules of every loss of scores and targets, those of multilabel.py too.
+# Rules for all losses of scores and targets, including multi-label losses.
 
 
 def the_dtype_is_float32_or_float64(suite: LossSuite) -> None:
@@ -319,7 +323,7 @@ def autocast_works(suite: LossSuite) -> None:
     suite.close(f"{rule}: its gradient", gradient, expected, near_slope, scores)
 
 
-# Rules of the loss of a map.
+# Rules for the loss of a map.
 
 
 def the_gradient_is_map_minus_target(suite: MapLossSuite) -> None:
@@ -338,7 +342,7 @@ def it_is_zero_where_the_map_hits_the_target(suite: MapLossSuite) -> None:
         if suite.distributions and dtype in suite.dtypes:
             scores = 3 * suite.scores(40, CLASSES, dtype=dtype)
             losses = suite.losses(scores, suite.predict(scores).clamp(min=0))
-            suite.close("a loss is 0 where the map hits the target", losses, 0.0, tolerance, scores)
+            suite.close("a loss is 0 if the map equals the target", losses, 0.0, tolerance, scores)
 
 
 def ids_are_one_hot_distributions(suite: MapLossSuite) -> None:
@@ -351,7 +355,7 @@ def class_ids_may_have_any_integer_dtype(suite: MapLossSuite) -> None:
     scores, ids = suite.scores(6, CLASSES), suite.ids(6)
     expected, slopes = suite.losses(scores, ids), suite.gradient(scores, ids)
     for dtype in INTEGERS:
-        rule = f"class ids of {dtype} are those of int64"
+        rule = f"class ids of {dtype} give the results of int64"
         losses = suite.runs(rule, scores, suite.losses, scores, ids.to(dtype))
         suite.close(rule, losses, expected, 0.0, scores)
         suite.close(rule, suite.gradient(scores, ids.to(dtype)), slopes, 0.0, scores)
@@ -398,9 +402,9 @@ def ignored_rows_count_for_nothing(suite: MapLossSuite) -> None:
         scores[1], scores[3] = math.nan, -math.inf
         counted = target != ignored
         losses = suite.losses(scores, target)
-        rule = "an ignored row has loss 0, even where its scores are NaN"
+        rule = "an ignored row has loss 0, even if its scores are NaN"
         suite.zero(rule, losses[~counted], scores)
-        rule = "an ignored row has gradient 0, even where its scores are NaN"
+        rule = "an ignored row has gradient 0, even if its scores are NaN"
         suite.zero(rule, suite.gradient(scores, target)[~counted], scores)
         mean = suite.losses(scores, target, "mean")
         rule = "the mean is over the rows that are not ignored"
@@ -409,7 +413,7 @@ def ignored_rows_count_for_nothing(suite: MapLossSuite) -> None:
         for reduction in ("mean", "sum"):
             leaf = scores.detach().requires_grad_()
             loss = suite.losses(leaf, target, reduction)
-            rule = f"reduction={reduction!r} is 0 where all rows are ignored"
+            rule = f"reduction={reduction!r} is 0 if all rows are ignored"
             suite.zero(rule, loss, scores)
             suite.zero(f"{rule}: its gradient", torch.autograd.grad(loss, leaf)[0], scores)
 
@@ -444,13 +448,13 @@ def masked_scores_are_handled(suite: MapLossSuite) -> None:
         rule = "a target that is masked leaves other rows alone"
         suite.require(rule, losses[:3].isfinite(), "another loss is not finite", scores)
         scores[1] = -math.inf
-        rule = "a row with nothing allowed has loss +inf where its target counts"
+        rule = "a row with nothing allowed has loss +inf unless it is ignored"
         suite.close(rule, suite.losses(scores, target)[1], math.inf, 0.0, scores)
 
 
 def the_hessian_is_the_jacobian_of_the_map(suite: MapLossSuite) -> None:
     rule = "the Hessian of the loss is the Jacobian of the map"
-    # Several rows: where one class has it all there is nothing to compare.
+    # Several rows: if one class has probability 1, the Jacobian is 0.
     for row in suite.away_from_kinks(8):
         jacobian = torch.autograd.functional.jacobian(suite.predict, row)
         for target in suite.targets(row):
@@ -461,7 +465,7 @@ def the_hessian_is_the_jacobian_of_the_map(suite: MapLossSuite) -> None:
 
 
 def _with(loss: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    """The loss with these options: arguments of a function, attributes of a module."""
+    """The loss with options set: as arguments of a function, or as attributes of a module."""
     if not isinstance(loss, torch.nn.Module):
         return partial(loss, **options)
     module = copy.deepcopy(loss)
@@ -471,7 +475,7 @@ def _with(loss: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
 
 
 def _one_hot(target: Tensor, scores: Tensor) -> Tensor:
-    """Distributions: those given, or the ones that class ids stand for."""
+    """Distributions: ``target`` itself, or class ids as one-hot."""
     if target.is_floating_point():
         return target
     return torch.nn.functional.one_hot(target, scores.shape[-1]).to(scores.dtype)

@@ -1,4 +1,4 @@
-"""check_map: the rules of a map from scores to probabilities."""
+"""check_map: the rules for maps from scores to probabilities."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ OFFSETS = (0.0, 1e6, -1e6)
 
 @dataclass(kw_only=True)
 class MapSuite(Suite):
-    """A map over the last dimension, and what is asked of it."""
+    """A map over the last dimension, and the options of :func:`check_map`."""
 
     map: Callable[..., Tensor]
     widths: tuple[int, ...]
@@ -45,36 +45,40 @@ def check_map(
 ) -> None:
     """Check that a function from scores to probabilities keeps the rules of a map.
 
-    Always checked: rows sum to 1 at any scale, offset and width (within 1e-6 in float32, 4e-3 in
-    half precision), no probability is negative, dtype and shape stay, an offset of 1e6 changes
-    nothing, a NaN makes its own row NaN and no other, empty batches and empty class dimensions
-    work, so do layouts that are not contiguous, and the gradient passes ``gradcheck`` away from
-    kinks. Where ``map`` takes ``dim=``, every dimension is tried; where it takes ``mask=``, a mask
-    must do what -inf does.
+    These rules are always checked:
+
+    - Rows sum to 1 for any scale, offset and number of classes, within 1e-6 in float32 and 4e-3 in
+      half precision. No probability is negative. Dtype and shape do not change.
+    - An offset of 1e6 does not change the result.
+    - A NaN affects only its own row, which becomes NaN.
+    - Empty batches, empty class dimensions and non-contiguous tensors work.
+    - The gradient passes ``gradcheck`` away from kinks.
+    - If ``map`` has an argument ``dim``, all dimensions work; if it has ``mask``, masking is
+      equivalent to scores of -inf.
 
     Args:
-        map: from scores ``(*batch, n)`` to probabilities over the last dimension; a function or
-            a module.
-        dtypes: what the map accepts; without float64 derivatives are not checked.
-        widths: numbers of classes to try.
-        sparse: scores far below the maximum get exactly 0. False for a dense map such as
-            softmax, which is then held to give every class a probability.
-        symmetric: classes are treated alike: permuting scores permutes probabilities, a higher
-            score never has a lower probability, and without a class the others are as if it had
-            never been. False for a map with parameters of its own for each class.
-        masks: a score of -inf removes its class. False where the map takes finite scores only.
-        empty_rows: a row of nothing but -inf maps to zeros with gradient 0. False where that is
-            left undefined, as ``torch.softmax`` does.
-        second_order: the map can be differentiated twice (``gradgradcheck``).
-        compile: the backend for ``torch.compile(fullgraph=True)`` with gradient; False where the
-            map cannot be compiled. Compiled code that is cached in this process is dropped.
-        vmap: the map works under ``torch.func.vmap`` and ``torch.func.jacrev``.
-        autocast: the map works under ``torch.autocast``.
-        device: where to run.
-        seed: repeats the inputs of an earlier run; fresh ones otherwise.
+        map: a function or module from scores ``(*batch, n)`` to probabilities over the last
+            dimension.
+        dtypes: dtypes that the map accepts; without float64, derivatives are not checked.
+        widths: numbers of classes to test.
+        sparse: whether scores far below the maximum get exactly 0. If False, as for softmax, every
+            class must have a positive probability.
+        symmetric: whether classes are interchangeable: permuting scores permutes probabilities, a
+            higher score never has a lower probability, and removing a class is equivalent to a
+            score of -inf. False for a map with parameters per class.
+        masks: whether a score of -inf removes its class. False if scores must be finite.
+        empty_rows: whether a row that is all -inf maps to zeros with gradient 0. False if the
+            result is undefined, as in ``torch.softmax``.
+        second_order: whether the map is twice differentiable (``gradgradcheck``).
+        compile: backend for ``torch.compile(fullgraph=True)`` with gradient; False to skip. This
+            resets the compile cache of the process.
+        vmap: whether to check ``torch.func.vmap`` and ``torch.func.jacrev``.
+        autocast: whether to check ``torch.autocast``.
+        device: device to run on.
+        seed: random seed; a random one if None.
 
     Raises:
-        AssertionError: names the rule that is broken, the input, the numbers and the seed.
+        AssertionError: with the rule that is broken, the input, the numbers and the seed.
 
     Example:
         >>> import torch
@@ -111,7 +115,7 @@ def check_map(
 
 
 def rows_sum_to_one(suite: MapSuite) -> None:
-    """At any scale, offset and width, with no negative entry and in the dtype of the scores."""
+    """For any scale, offset and number of classes, without negative entries, in the same dtype."""
     sizes = [(scale, 0.0) for scale in SCALES] + [(1.0, offset) for offset in OFFSETS]
     for dtype in suite.dtypes:
         for n in suite.widths:
@@ -120,7 +124,7 @@ def rows_sum_to_one(suite: MapSuite) -> None:
                     continue
                 scores = (offset + scale * suite.normal(2, n)).to(dtype)
                 probs = suite.map(scores)
-                rule = "dtype and shape stay what they are"
+                rule = "dtype and shape do not change"
                 suite.typed(rule, probs, dtype, scores.shape, scores)
                 lowest = f"the lowest is {probs.min().item():g}"
                 suite.require("probabilities are not negative", probs >= 0, lowest, scores)
@@ -140,7 +144,7 @@ def an_offset_changes_nothing(suite: MapSuite) -> None:
 
 def a_permutation_permutes(suite: MapSuite) -> None:
     scores = suite.away_from_kinks(3, 17)
-    # In a circle: no place keeps its score.
+    # A cyclic permutation: no score keeps its position.
     circle = suite.permutation(17)
     order = torch.empty_like(circle).scatter_(0, circle, circle.roll(1))
     rule = "permuting the scores permutes the probabilities"
@@ -156,7 +160,7 @@ def a_higher_score_has_no_lower_probability(suite: MapSuite) -> None:
 
 
 def zeros_are_where_they_should_be(suite: MapSuite) -> None:
-    """A sparse map drops scores far below the maximum; a dense one drops nothing."""
+    """A sparse map gives 0 to scores far below the maximum; a dense one to no score."""
     scores = torch.linspace(-40, 0, 4097, dtype=suite.finest, device=suite.device)
     scores = scores[suite.permutation(4097)]
     lowest = suite.map(scores)[scores.argmin()].item()
@@ -311,5 +315,5 @@ def autocast_works(suite: MapSuite) -> None:
 
 
 def _fine(suite: MapSuite) -> list[torch.dtype]:
-    """The dtypes in which rounding the scores does not already change the support."""
+    """The dtypes in which rounding the scores does not change the support."""
     return [dtype for dtype in suite.dtypes if torch.finfo(dtype).eps < 1e-6]

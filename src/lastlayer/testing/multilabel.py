@@ -1,4 +1,4 @@
-"""check_multilabel_loss and check_multilabel_head: the rules where rows have several labels."""
+"""check_multilabel_loss and check_multilabel_head: the rules for multi-label losses and heads."""
 
 import math
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from lastlayer.testing.head_rules import HeadSuite
 from lastlayer.testing.losses import CLASSES, LossSuite
 from lastlayer.testing.suite import FLOATING, seeded
 
-# Labels listed for a row, some of them twice and some padding.
+# Length of a row's list of labels, including duplicates and padding.
 LISTED = 4
 
 
 @dataclass(kw_only=True)
 class MultiLabelLossSuite(LossSuite):
-    """A loss of scores and labels of the same shape, and what is asked of it."""
+    """A loss of scores and labels of the same shape, with inputs for it."""
 
     soft: bool
     autocast_tolerance = 1e-5, 1e-5
@@ -32,7 +32,7 @@ class MultiLabelLossSuite(LossSuite):
         return drawn
 
     def targets(self, scores: Tensor) -> list[Tensor]:
-        """Hard labels, and soft ones with some 0 and 1 among them."""
+        """Hard labels, and soft labels, some of which are 0 or 1."""
         hard = self.labels(*scores.shape)
         if not self.soft:
             return [hard]
@@ -47,14 +47,14 @@ class MultiLabelHeadSuite(HeadSuite):
     """A head whose targets are padded lists, ``(*batch, 4)``."""
 
     def targets(self, *batch: int) -> Tensor:
-        """Lists with at least one label each, with padding and with duplicates."""
+        """Lists with at least one label each, with padding and duplicates."""
         lists = self.integers(self.n_classes, *batch, LISTED)
         lists[..., 1] = lists[..., 0]
         lists[..., 2] = self.padding
         return lists
 
     def all_targets(self) -> Tensor:
-        """A list for each label."""
+        """One list per label, with padding."""
         ids = torch.arange(self.n_classes, device=self.device).unsqueeze(-1)
         return torch.cat([ids, ids.new_full((len(ids), LISTED - 1), self.padding)], -1)
 
@@ -82,29 +82,32 @@ def check_multilabel_loss(
     device: str | torch.device = "cpu",
     seed: int | None = None,
 ) -> None:
-    """Check that a loss keeps the rules of a loss of scores and labels of the same shape.
+    """Check that a loss keeps the rules of a multi-label loss of scores and labels.
 
-    Always checked: float32 comes out, or float64 from float64; labels may be bool, integers or
-    floating; the loss is never negative; classes may come in any order; reductions and batch
-    dimensions agree; a class that the mask leaves out has no part, whatever its score (-1e4, -inf,
-    NaN) or label; a row of which nothing is left has loss and gradient 0 and does not count in
-    the mean; a score of -inf costs nothing where the label is 0, and +inf where it is 1; scores of
-    any size give the loss that they give in float64; a NaN stays in its own row; an empty batch
-    has loss 0; autocast changes nothing.
+    Scores and labels have the same shape. These rules are always checked:
+
+    - The loss is float32, or float64 from float64. Labels may be bool, integer or floating.
+    - The loss is never negative, and does not depend on the order of classes.
+    - Reductions and batch dimensions agree. An empty batch has loss 0.
+    - A masked class has no effect, whatever its label and score (-1e4, -inf, NaN). A row whose
+      classes are all masked has loss and gradient 0, and the mean excludes it.
+    - A score of -inf has loss 0 for label 0, and +inf for label 1.
+    - Large scores give the same loss as in float64. A NaN affects only its own row. Autocast has no
+      effect.
 
     Args:
         loss: ``loss(scores, target, mask=, reduction=)`` for scores ``(*batch, n)``.
-        soft: labels may lie between 0 and 1.
-        convex: the loss is convex in the scores.
-        derivatives: ``gradcheck`` and ``gradgradcheck`` in float64.
-        dtypes: what the loss accepts; without float64 derivatives are not checked.
-        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
-        vmap: the loss works under ``torch.func.vmap`` and ``torch.func.grad``.
-        device: where to run.
-        seed: repeats the inputs of an earlier run; fresh ones otherwise.
+        soft: whether labels may be between 0 and 1.
+        convex: whether the loss is convex in the scores.
+        derivatives: whether to check ``gradcheck`` and ``gradgradcheck`` in float64.
+        dtypes: dtypes that the loss accepts; without float64, derivatives are not checked.
+        compile: backend of ``torch.compile``, as for :func:`check_map`; False to skip.
+        vmap: whether to check ``torch.func.vmap`` and ``torch.func.grad``.
+        device: device to run on.
+        seed: random seed; a random one if None.
 
     Raises:
-        AssertionError: names the rule that is broken, the input, the numbers and the seed.
+        AssertionError: with the rule that is broken, the input, the numbers and the seed.
 
     Example:
         >>> import torch, lastlayer
@@ -145,25 +148,27 @@ def check_multilabel_head(
 ) -> None:
     """Check that a module keeps the contract of :class:`lastlayer.heads.MultiLabel`.
 
-    Always checked: log-probabilities are at most 0, and for chosen labels the gathered ones;
-    ``probability`` exponentiates them; ``topk`` is a sort; ``predict`` gives ascending lists, none
-    of them with a label that is less probable than one that was left out, in the form that the
-    loss takes; padding and duplicates change nothing, and lists in CSR are the same as padded
-    ones; autocast works; and the rules of :func:`check_head` that are not about one class.
+    These rules are checked in addition to the rules of :func:`check_head` that do not require a
+    single target class:
+
+    - Log-probabilities are at most 0, and ``probability`` is their exponential.
+    - ``predict`` returns ascending lists of the most probable labels, which the loss accepts.
+    - Padding and duplicates have no effect, and lists in CSR are equivalent to padded ones.
+    - ``torch.autocast`` works.
 
     Args:
-        head: the module, which is copied and left alone, or a function that makes one. It has
+        head: the module, which is copied and not modified, or a function that returns one. It has
             the attributes ``in_features``, ``n_classes``, ``ignore_index`` and ``reduction``. A
-            few dozen labels make the sharpest test.
-        gradients: the gradient of the loss by hidden and by each parameter is its slope.
-        save: ``save`` and ``load`` work, and ``cls(**head.config())`` makes the same head.
-        dtypes: what the head accepts; without float64 gradients are not checked.
-        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
-        device: where to run.
-        seed: repeats the inputs of an earlier run; fresh ones otherwise.
+            few dozen labels are best.
+        gradients: whether to compare the gradients of the loss with finite differences.
+        save: whether to check ``save``, ``load`` and ``cls(**head.config())``.
+        dtypes: dtypes that the head accepts; without float64, gradients are not checked.
+        compile: backend of ``torch.compile``, as for :func:`check_map`; False to skip.
+        device: device to run on.
+        seed: random seed; a random one if None.
 
     Raises:
-        AssertionError: names the rule that is broken, the input, the numbers and the seed.
+        AssertionError: with the rule that is broken, the input, the numbers and the seed.
 
     Example:
         >>> from lastlayer.heads.multi_label import MultiLabel
@@ -193,7 +198,7 @@ def labels_may_have_any_dtype(suite: MultiLabelLossSuite) -> None:
     scores, target = suite.scores(4, CLASSES), suite.labels(4, CLASSES)
     expected = suite.losses(scores, target)
     for dtype in (torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16):
-        rule = f"labels of {dtype} are those of int64"
+        rule = f"labels of {dtype} give the loss of int64"
         suite.close(rule, suite.losses(scores, target.to(dtype)), expected, suite.same, scores)
 
 
@@ -219,7 +224,7 @@ def masked_classes_have_no_part(suite: MultiLabelLossSuite) -> None:
                 # As a tensor: a number beyond the range of half precision becomes infinite.
                 scores[:, ~mask] = torch.tensor(score, device=suite.device).to(dtype)
                 labels[:, ~mask] = label
-                rule = f"a masked class with score {score:g} and label {label} has no part"
+                rule = f"a masked class with score {score:g} and label {label} has no effect"
                 for shown in (mask, mask.expand_as(scores)):
                     found = suite.losses(scores, labels, mask=shown)
                     suite.close(rule, found, expected, 1e-5, scores)
@@ -236,13 +241,13 @@ def rows_of_which_nothing_is_left_do_not_count(suite: MultiLabelLossSuite) -> No
         found = suite.losses(scores, target, mask=mask)
         suite.zero("a row that is masked has loss 0", found[1:3], scores)
         mean = suite.losses(scores, target, "mean", mask=mask)
-        rule = "the mean is over rows that have a class that counts"
+        rule = "the mean is over rows that are not masked"
         suite.close(rule, mean, found.sum() / 2, 1e-6, scores)
         gradient = suite.gradient(scores, target, mask=mask)[1:3]
         suite.zero("a row that is masked has gradient 0", gradient, scores)
         for reduction in ("mean", "sum"):
             loss = suite.losses(scores, target, reduction, mask=torch.zeros_like(mask))
-            suite.zero(f"reduction={reduction!r} is 0 where all is masked", loss, scores)
+            suite.zero(f"reduction={reduction!r} is 0 if all is masked", loss, scores)
 
 
 def a_score_of_minus_infinity_is_legal(suite: MultiLabelLossSuite) -> None:
@@ -253,14 +258,14 @@ def a_score_of_minus_infinity_is_legal(suite: MultiLabelLossSuite) -> None:
         scores[:, 1] = -math.inf
         found = suite.losses(scores, target)
         expected = suite.losses(scores[:, kept], target[:, kept])
-        suite.close(f"{rule} costs nothing where the label is 0", found, expected, 1e-5, scores)
+        suite.close(f"{rule} has loss 0 if the label is 0", found, expected, 1e-5, scores)
         gradient = suite.gradient(scores, target)
         finite = gradient.isfinite()
         suite.require(f"{rule} leaves the gradient finite", finite, "it is not", scores)
-        suite.zero(f"{rule} has gradient 0 where the label is 0", gradient[:, 1], scores)
+        suite.zero(f"{rule} has gradient 0 if the label is 0", gradient[:, 1], scores)
         scores[2, 0] = -math.inf
         found = suite.losses(scores, target)
-        suite.close(f"{rule} costs +inf where the label is 1", found[2], math.inf, 0.0, scores)
+        suite.close(f"{rule} has loss +inf if the label is 1", found[2], math.inf, 0.0, scores)
         others = found[[0, 1, 3]].isfinite()
         suite.require(f"{rule} leaves other rows alone", others, "not finite", scores)
 
@@ -276,7 +281,7 @@ def scores_of_any_size_are_right(suite: MultiLabelLossSuite) -> None:
                 ):
                     found, truth = function(scores, target), function(scores.double(), target)
                     tolerance = part * truth.abs().max().clamp(min=1.0).item()
-                    rule = f"{dtype} scores of the size {size:g} have the {name} of float64"
+                    rule = f"{dtype} scores of size {size:g} have the {name} of float64"
                     suite.close(rule, found, truth, tolerance, scores)
 
 
@@ -300,13 +305,13 @@ def predicted_lists_are_the_most_probable_labels(suite: MultiLabelHeadSuite) -> 
     log_prob = head.log_prob(hidden).detach().reshape(6, -1)
     for row, labels in enumerate(lists.reshape(6, -1).tolist()):
         chosen = [label for label in labels if label != suite.padding]
-        rule = "a list is ascending, with padding behind it"
+        rule = "a list is ascending, followed by padding"
         in_order = chosen == sorted(set(chosen)) and labels[: len(chosen)] == chosen
         suite.require(rule, in_order, f"got {labels}", hidden)
         rest = log_prob[row].clone()
         rest[chosen] = -math.inf
         least = min((log_prob[row, label].item() for label in chosen), default=0.0)
-        rule = "no label is left out that is more probable than a predicted one"
+        rule = "no other label is more probable than a predicted one"
         suite.require(rule, rest.max().item() <= least, f"got {labels}", hidden)
     rule = "the loss takes the lists that predict gives"
     loss = suite.runs(rule, hidden, suite.loss, head, hidden, lists)
@@ -325,7 +330,7 @@ def csr_is_the_same_as_padded(suite: MultiLabelHeadSuite) -> None:
     head, hidden, lists = suite.head(reduction="none"), suite.hidden(6), suite.targets(6)
     kept = lists != suite.padding
     offsets = torch.nn.functional.pad(kept.sum(-1).cumsum(0), (1, 0))
-    rule = "lists one after the other with offsets are the same as padded ones"
+    rule = "concatenated lists with offsets are equivalent to padded ones"
     found = suite.runs(rule, hidden, head, hidden, lists[kept], offsets)
     suite.close(rule, found, suite.loss(head, hidden, lists), suite.same, hidden)
 

@@ -1,4 +1,4 @@
-"""check_sampler: the rules of a sampler."""
+"""check_sampler: the rules for samplers."""
 
 import copy
 import json
@@ -12,29 +12,29 @@ from torch import Tensor
 
 from lastlayer.testing.suite import MOST_DEVIATIONS, Reals, Suite, pooled, seeded
 
-# Of a sum of probabilities; each is rounded as its logarithm in float32 is.
+# Tolerance of a sum of probabilities, whose logarithms are rounded to float32.
 SUM_TOLERANCE = 4e-6
-# Steps that are drawn from once each.
+# Number of steps, and of seeds, whose first draws are tested.
 STEPS = 1000
-# Classes whose probabilities are asked for at a time.
+# Classes per call of log_prob.
 CHUNK = 1 << 20
-# Draws without replacement: how often, in bins of how many expected draws.
+# Repetitions of draws without replacement, and minimum expected draws per bin.
 REPEATS, LEAST_EXPECTED = 300, 200.0
-# Chance exceeds what is allowed with a probability of e^-28 per bin.
+# The test of a bin fails by chance with probability e^-28.
 EXPONENT = 28.0
 
 
 @dataclass(kw_only=True)
 class SamplerSuite(Suite):
-    """A sampler, which is only ever copied, and the contexts it is asked with."""
+    """A sampler, which is copied and not modified, and contexts for it."""
 
-    # Any: what is checked is whether it is a sampler at all.
+    # Any, since the suite checks whether it is a sampler.
     given: Any
     context: Tensor | None
     draws: int
 
     def sampler(self) -> Any:
-        """A copy of its own."""
+        """A copy of the sampler on the device of the suite."""
         return copy.deepcopy(self.given).to(self.device)
 
     @property
@@ -42,7 +42,7 @@ class SamplerSuite(Suite):
         return int(self.given.n_classes)
 
     def contexts(self) -> list[Tensor | None]:
-        """One row at a time; None for a sampler that looks at none."""
+        """Contexts of one row each; ``[None]`` for a sampler without context."""
         return [None] if self.context is None else list(self.context.to(self.device).split(1))
 
     def drawn(self, sampler: Any, n: int, context: Tensor | None, step: int = 0) -> Tensor:
@@ -56,7 +56,7 @@ class SamplerSuite(Suite):
         return found.reshape(-1)
 
     def probs(self, sampler: Any, context: Tensor | None) -> Reals:
-        """Of every class, in float64."""
+        """Probabilities of all classes, in float64."""
         ids = torch.arange(self.n_classes, device=self.device).split(CHUNK)
         found = [self.log_prob(sampler, each, context).double().exp().cpu() for each in ids]
         return torch.cat(found).numpy()
@@ -74,29 +74,32 @@ def check_sampler(
 ) -> None:
     """Check that a module keeps the contract of :class:`lastlayer.samplers.Sampler`.
 
-    Above all that it draws with the probabilities that it says: a χ² test of ``draws`` draws, in
-    bins of neighbouring classes with at least 10 expected draws each, and of the first draws of
-    1000 steps and of 1000 seeds. By chance it fails less than once in a million times. Also
-    checked: log-probabilities exponentiate to 1 over all classes, which takes O(n_classes) time;
-    the same counter gives the same draws, another step or seed others; a generator repeats its
-    draws; with the target left out the rest sums to 1; draws without replacement are different, as
-    many as asked for, and as frequent as ``log_expected`` says; ``config`` and ``state_dict`` hold
-    all there is; the dtype of a model does not change them; nothing requires a gradient; bad input
-    is refused with an error that names the argument.
+    Most important, draws have the probabilities of ``log_prob``: this is a χ² test of ``draws``
+    draws, in bins of neighbouring classes with at least 10 expected draws each, and of the first
+    draws of 1000 steps and of 1000 seeds. It fails by chance in less than one of a million runs.
+    These rules are checked too:
+
+    - Probabilities of all classes sum to 1, also without the target. This takes O(n_classes) time.
+    - The same counter gives the same draws, another step or seed gives other draws, and a generator
+      with the same seed repeats its draws.
+    - Draws without replacement are unique, of the given number, and follow ``log_expected``.
+    - ``config`` and ``state_dict`` are complete, ``deepcopy`` shares nothing, and ``module.to``
+      with another dtype changes nothing. There are no gradients.
+    - Bad input raises an error that names the argument.
 
     Args:
-        sampler: the module, which is copied and left alone.
-        context: for a sampler that ``needs_context``: a few rows, each of which is tested.
-        draws: how many are compared with their probabilities. A class whose probability is wrong
-            by a part r shows from about 100 / (q r²) draws on.
-        unique: the sampler draws without replacement too; not asked where it needs a context.
-        state: ``cls(**sampler.config())`` makes the same sampler, and so does ``from_config`` with
-            ``load_state_dict``.
-        device: where to run.
-        seed: repeats an earlier run; a fresh one otherwise.
+        sampler: the module, which is copied and not modified.
+        context: a few rows of context for a sampler with ``needs_context``; each row is tested.
+        draws: number of draws to compare with their probabilities. A relative error r of the
+            probability q of a class is found from about 100 / (q r²) draws on.
+        unique: whether to check draws without replacement; skipped if there is a context.
+        state: whether to check that ``cls(**sampler.config())``, and ``from_config`` with
+            ``load_state_dict``, give the same sampler.
+        device: device to run on.
+        seed: random seed; a random one if None.
 
     Raises:
-        AssertionError: names the rule that is broken, the numbers and the seed.
+        AssertionError: with the rule that is broken, the numbers and the seed.
 
     Example:
         >>> import torch
@@ -108,7 +111,7 @@ def check_sampler(
         >>> check_sampler(Forgetful(10))
         Traceback (most recent call last):
         ...
-        AssertionError: draws are as frequent as log_prob says: ...
+        AssertionError: draws follow log_prob: ...
     """
     suite = SamplerSuite(*seeded(seed, device), given=sampler, context=context, draws=draws)
     suite.hold(
@@ -156,7 +159,7 @@ def draws_follow_the_probabilities(suite: SamplerSuite) -> None:
     for context in suite.contexts():
         ids = suite.drawn(sampler, suite.draws, context)
         probs = suite.probs(sampler, context)
-        suite.follows("draws are as frequent as log_prob says", ids, probs)
+        suite.follows("draws follow log_prob", ids, probs)
     context = suite.contexts()[0]
     probs = suite.probs(sampler, context)
     for name, counters in {
@@ -166,7 +169,7 @@ def draws_follow_the_probabilities(suite: SamplerSuite) -> None:
         first = [
             sampler.sample(1, context=context, rng_counter=each).reshape(-1) for each in counters
         ]
-        rule = f"{name} draw on their own: the first draw of each is as frequent as log_prob says"
+        rule = f"{name} draw independently: the first draws of all follow log_prob"
         suite.follows(rule, torch.cat(first), probs)
 
 
@@ -179,12 +182,12 @@ def a_counter_repeats_the_draws(suite: SamplerSuite) -> None:
     again = sampler.sample(1000, context=context, rng_counter=counter).reshape(-1)
     suite.close("a counter may be a tensor", again, ids, 0.0)
     both = sampler.sample_with_log_prob(1000, context=context, rng_counter=counter)
-    suite.close("sample_with_log_prob draws what sample draws", both.ids.reshape(-1), ids, 0.0)
-    rule = "sample_with_log_prob says what log_prob says"
+    suite.close("sample_with_log_prob has the draws of sample", both.ids.reshape(-1), ids, 0.0)
+    rule = "sample_with_log_prob has the values of log_prob"
     right = suite.log_prob(sampler, ids, context)
     suite.close(rule, both.log_prob.reshape(-1), right, 4e-6)
     if context is None:
-        rule = "the first draws do not depend on how many are asked for"
+        rule = "the first draws do not depend on the number of draws"
         suite.close(rule, suite.drawn(sampler, 333, context), ids[:333], 0.0)
     if _leaves_much_to_chance(suite, sampler, context):
         step = suite.drawn(sampler, 1000, context, 1)
@@ -206,7 +209,7 @@ def a_generator_repeats_the_draws(suite: SamplerSuite) -> None:
     suite.close("a generator with the same seed gives the same draws", drawn(), first, 0.0)
     if _leaves_much_to_chance(suite, sampler, context):
         other = not torch.equal(sampler.sample(500, context=context), first)
-        suite.require("without a generator chance is torch's own", other, "got the same 500")
+        suite.require("without a generator draws use torch's default", other, "got the same 500")
 
 
 def the_target_can_be_left_out(suite: SamplerSuite) -> None:
@@ -218,7 +221,7 @@ def the_target_can_be_left_out(suite: SamplerSuite) -> None:
         target = suite.integers(suite.n_classes, 1)
         asked = everything if context is None else everything[None]
         log_prob = sampler.without(target, asked, context).double()
-        rule = f"without target {int(target)} the others exponentiate to 1"
+        rule = f"without target {int(target)} the other probabilities sum to 1"
         total = float(log_prob.exp().sum())
         suite.require(rule, abs(total - 1.0) <= 2 * SUM_TOLERANCE, f"got {total:.9g}")
         suite.close("the target has probability 0", log_prob[0, int(target)], -math.inf, 0.0)
@@ -238,7 +241,7 @@ def a_state_dict_is_all_it_takes(suite: SamplerSuite) -> None:
     made = suite.runs(rule, None, lambda: type(sampler)(**sampler.config())).to(suite.device)
     if context is None:
         _gives_the_same(suite, rule, made, context, ids, right)
-    rule = "a sampler from what is saved of config(), with another's state_dict, gives the same"
+    rule = "a sampler from a saved config, with the state_dict of another, gives the same draws"
     config = suite.runs(rule, None, lambda: json.loads(json.dumps(sampler._saved_config())))
     made = suite.runs(rule, None, type(sampler).from_config, config).to(suite.device)
     suite.runs(rule, None, made.load_state_dict, sampler.state_dict())
@@ -259,7 +262,7 @@ def a_dtype_changes_nothing(suite: SamplerSuite) -> None:
     ids = suite.drawn(sampler, 300, context)
     log_prob = suite.log_prob(sampler, ids, context)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        rule = f"a sampler within a model in {dtype} stays as it is"
+        rule = f"a sampler in a model in {dtype} does not change"
         _gives_the_same(suite, rule, sampler.to(dtype), context, ids, log_prob)
 
 
@@ -307,7 +310,7 @@ def bad_input_is_refused(suite: SamplerSuite) -> None:
 
 
 def _leaves_much_to_chance(suite: SamplerSuite, sampler: Any, context: Tensor | None) -> bool:
-    """Where one class has nearly all of the probability, draws are the same by chance."""
+    """Whether draws with other seeds should differ: no class has almost all of the probability."""
     return bool((suite.probs(sampler, context) ** 2).sum() < 0.97)
 
 
@@ -323,32 +326,32 @@ def _check_unique(suite: SamplerSuite, n: int, method: str) -> None:
     everything = torch.arange(suite.n_classes, device=suite.device)
     probs = sampler.log_expected(everything, n).double().exp().cpu().numpy()
     total, most = float(probs.sum()), float(probs.max())
-    rule = f"{what} expects {n} classes, none more than once"
+    rule = f"{what} has inclusion probabilities that sum to {n}, none above 1"
     fine = abs(total - n) <= 1e-5 * n and most <= 1.0 + 1e-6
-    suite.require(rule, fine, f"got {total:.9g}, and {most:.9g} of one")
+    suite.require(rule, fine, f"got a sum of {total:.9g}, and a maximum of {most:.9g}")
     counts = np.zeros(suite.n_classes)
     for step in range(REPEATS):
         ids, log_expected = sampler.unique(n, method=method, rng_counter=(suite.seed, step))
-        rule = f"{what} says what log_expected says"
+        rule = f"{what} has the values of log_expected"
         suite.close(rule, log_expected, sampler.log_expected(ids, n), 0.0)
         if method == "fixed":
             suite.require(f"{what} draws {n}", len(ids) == n, f"got {len(ids)}")
         drawn = np.bincount(ids.cpu().numpy(), minlength=suite.n_classes)
         suite.require(f"{what} draws no class twice", drawn.max(initial=0) <= 1, f"got {ids}")
         counts += drawn
-    rule = f"{what} draws a class as often as log_expected says"
+    rule = f"{what} draws classes with the probabilities of log_expected"
     missed = (probs == 1.0) & (counts < REPEATS)
     worst = int(missed.argmax())
-    told = f"class {worst} is certain, and was drawn in {counts[worst]:.0f} of {REPEATS} times"
+    told = f"class {worst} has probability 1, and was drawn {counts[worst]:.0f} of {REPEATS} times"
     suite.require(rule, not missed.any(), told)
     expected, found, first = pooled(REPEATS * probs, counts, LEAST_EXPECTED)
-    # Bernstein's bound, which holds for classes that are drawn on their own or exclude each other.
+    # Bernstein's bound, for classes that are independent or exclude each other.
     variance = np.add.reduceat(REPEATS * probs * np.clip(1.0 - probs, 0.0, 1.0), first)
     allowed = np.sqrt(2 * EXPONENT * variance) + 2 * EXPONENT / 3
     worst = int((np.abs(found - expected) - allowed).argmax())
     told = (
-        f"from class {first[worst]} on {expected[worst]:.1f} draws are expected in {REPEATS} times "
-        f"and {found[worst]:.0f} were made; chance allows for {allowed[worst]:.1f} more or less"
+        f"from class {first[worst]} on expected {expected[worst]:.1f} draws in {REPEATS} runs, "
+        f"got {found[worst]:.0f}; chance explains a difference of {allowed[worst]:.1f}"
     )
     suite.require(rule, abs(found[worst] - expected[worst]) <= allowed[worst], told)
     mean = counts.sum() / REPEATS

@@ -1,4 +1,4 @@
-"""What the conformance suites share: inputs, comparisons, and messages that say what broke."""
+"""Base class of the conformance tests: inputs, comparisons, and error messages."""
 
 import inspect
 import math
@@ -20,29 +20,29 @@ Reals = NDArray[np.float64]
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REDUCTIONS = ("none", "mean", "sum")
-# How far a row may be from a sum of 1.
+# Tolerance of the sum of a row of probabilities.
 SUM_TOLERANCE = dict(zip(FLOATING, (4e-3, 4e-3, 1e-6, 1e-10), strict=True))
-# How far two evaluations of the same probability may be from each other.
+# Tolerance of two evaluations of the same probability.
 SAME_TOLERANCE = dict(zip(FLOATING, (2e-3, 8e-3, 1e-5, 1e-9), strict=True))
 # A step of this size to any one score must not change which probabilities are zero.
 CLEARANCE = 0.05
-# Standard deviations of chance that are let pass: one run in 10^9 exceeds them.
+# Maximum deviation of a statistical test, in standard deviations: exceeded once in 10^9 runs.
 MOST_DEVIATIONS = 6.0
-# Neighbouring classes are pooled until this many draws are expected.
+# Neighbouring classes are pooled until the expected number of draws is at least this.
 LEAST_EXPECTED = 10.0
 
 
 @dataclass
 class Suite:
-    """Draws inputs from one seed, and fails with a full account of them."""
+    """Draws random inputs from one seed, and reports them if a rule is broken."""
 
     seed: int
     device: torch.device
     dtypes: tuple[torch.dtype, ...] = FLOATING
-    # Of torch.compile, or False.
+    # Backend of torch.compile; False to skip compilation.
     backend: str | Literal[False] = False
     generator: torch.Generator = field(init=False)
-    # What messages call the input that they show.
+    # Name of the input in error messages.
     input_name: ClassVar[str] = "scores"
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class Suite:
 
     @property
     def finest(self) -> torch.dtype:
-        """The dtype to compare in: the most precise of those that are accepted."""
+        """The dtype for comparisons: the most precise of ``dtypes``."""
         return min(self.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def same(self) -> float:
-        """How far two evaluations in the finest dtype may differ."""
+        """Tolerance of two evaluations in the finest dtype."""
         return SAME_TOLERANCE[self.finest]
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -69,18 +69,18 @@ class Suite:
         return torch.randperm(n, generator=self.generator).to(self.device)
 
     def distributions_like(self, scores: Tensor) -> Tensor:
-        """Targets of the shape and dtype of the scores, with some zeros."""
+        """Target distributions with the shape and dtype of the scores, with some zeros."""
         drawn = self.normal(*scores.shape).exp()
         drawn = torch.where(drawn < 0.5, 0.0, drawn)
         drawn[..., :1] += 0.1
         return (drawn / drawn.sum(-1, keepdim=True)).to(scores.dtype)
 
     def sixteenths(self, rows: int, n: int) -> Tensor:
-        """Different multiples of 1/16: float32 holds them exactly even at an offset of 1e6."""
+        """Unique multiples of 1/16 per row, which float32 represents even at an offset of 1e6."""
         return torch.stack([self.permutation(n) for _ in range(rows)]).double() / 16 - 1
 
     def settled(self, predict: Callable[[Tensor], Tensor], rows: int, n: int) -> Tensor:
-        """Scores away from kinks: no small step to one of them changes the support."""
+        """Scores away from kinks: no small step of one score changes the support."""
         steps = CLEARANCE * torch.cat([torch.eye(n), -torch.eye(n)]).to(self.device, self.finest)
         found: list[Tensor] = []
         for _ in range(200):
@@ -92,19 +92,19 @@ class Suite:
                 return torch.stack(found)
         raise self.failure(
             "the support is stable",
-            f"found {len(found)} of {rows} rows of {n} scores whose zeros stay where they are when "
-            f"a score moves by {CLEARANCE}; derivatives cannot be checked",
+            f"found {len(found)} of {rows} rows of {n} scores whose support does not change if a "
+            f"score changes by {CLEARANCE}; derivatives cannot be checked",
         )
 
     def hold(self, *rules: Callable[[Any], None]) -> None:
-        """Checks rules, whose names are sentences. torch's random state is left as it was."""
+        """Check rules; their function names are the messages. torch's random state is restored."""
         for rule in rules:
             with self.same_chance():  # gradgradcheck draws from torch's generator
                 self.runs(rule.__name__.replace("_", " "), None, rule, self)
 
     @contextmanager
     def same_chance(self) -> Iterator[None]:
-        """The same state of torch's generators each time."""
+        """Set torch's random generators to the seed of the suite, and restore them afterwards."""
         cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if cuda else []):
             torch.default_generator.manual_seed(self.seed)
@@ -115,7 +115,7 @@ class Suite:
     def require(
         self, rule: str, holds: Tensor | bool, detail: str, given: Tensor | None = None
     ) -> None:
-        """Fails unless all of ``holds``, one bool or one for each entry of a batch of rows."""
+        """Fail unless ``holds`` is true everywhere: a bool, or a bool tensor for a batch."""
         if isinstance(holds, Tensor) and not bool(holds.all()):
             raise self.failure(rule, detail, given, _first(~holds))
         if not isinstance(holds, Tensor) and not holds:
@@ -129,9 +129,9 @@ class Suite:
         tolerance: float,
         given: Tensor | None = None,
     ) -> None:
-        """Fails where two tensors differ by more than ``tolerance``, or in shape.
+        """Fail if two tensors differ by more than ``tolerance``, or in shape.
 
-        A number is expected of every entry. Two NaN are the same.
+        A number is compared with every entry. Two NaN are equal.
         """
         left = actual.detach().to_dense().double()
         if not isinstance(expected, Tensor):
@@ -151,7 +151,7 @@ class Suite:
             raise self.failure(rule, f"{numbers}, {got}", given, place)
 
     def zero(self, rule: str, actual: Tensor, given: Tensor | None = None) -> None:
-        """Fails unless every entry is exactly 0."""
+        """Fail unless every entry is exactly 0."""
         self.close(rule, actual, 0.0, 0.0, given)
 
     def typed(
@@ -162,7 +162,7 @@ class Suite:
         shape: tuple[int, ...],
         given: Tensor | None = None,
     ) -> None:
-        """Fails unless a tensor has this dtype and shape."""
+        """Fail unless a tensor has this dtype and shape."""
         right = actual.dtype == dtype and actual.shape == shape
         got = f"expected {dtype} {tuple(shape)}, got {actual.dtype} {tuple(actual.shape)}"
         self.require(rule, right, got, given)
@@ -170,17 +170,17 @@ class Suite:
     def reductions(
         self, none: Tensor, mean: Tensor, total: Tensor, batch: tuple[int, ...], given: Tensor
     ) -> None:
-        """Fails unless the three reductions of losses of this shape agree."""
+        """Fail unless the three reductions agree; ``batch`` is the shape of the losses."""
         got = f"expected shape {batch}, got {tuple(none.shape)}"
         self.require("reduction='none' gives one loss per row", none.shape == batch, got, given)
         self.close("reduction='sum' is the sum of 'none'", total, none.sum(), 1e-5, given)
         self.close("reduction='mean' is the mean of 'none'", mean, none.mean(), 1e-5, given)
 
     def refused(self, argument: str, what: str, call: Callable[..., Any], *given: Any) -> str:
-        """The message of the error; anything but one that names the argument breaks the rule."""
+        """Fail unless the call raises an error that names the argument; returns its message."""
         rule = f"{what}: a ValueError or TypeError that names the argument"
         try:
-            with debug():  # values on a GPU are checked here alone
+            with debug():  # values on a GPU are only checked in this mode
                 call(*given)
         except (ValueError, TypeError) as error:
             message = str(error)
@@ -193,7 +193,7 @@ class Suite:
         return message
 
     def follows(self, rule: str, ids: Tensor, probs: Reals, given: Tensor | None = None) -> None:
-        """Fails unless draws are as frequent as they are probable, and no more even than that."""
+        """Fail unless draws follow the probabilities, by a two-sided χ² test."""
         counts = np.bincount(ids.cpu().numpy(), minlength=len(probs)).astype(np.float64)
         never = (probs == 0) & (counts > 0)
         worst = int(never.argmax())
@@ -205,9 +205,9 @@ class Suite:
         self.require(
             rule,
             abs(deviations) <= MOST_DEVIATIONS,
-            f"{len(ids)} draws are {deviations:.1f} standard deviations of χ² from what log_prob "
-            f"says; of classes {first[worst]} to {last} {expected[worst]:.1f} draws are expected, "
-            f"and {found[worst]:.0f} were made",
+            f"{len(ids)} draws differ from log_prob by {deviations:.1f} standard deviations of χ²; "
+            f"for classes {first[worst]} to {last} expected {expected[worst]:.1f} draws, got "
+            f"{found[worst]:.0f}",
             given,
         )
 
@@ -218,15 +218,15 @@ class Suite:
         given: Tensor,
         tolerance: float,
     ) -> tuple[str, Callable[..., Any]]:
-        """Fails unless ``evaluate`` gives the same value and gradients for the compiled function.
+        """Fail unless ``evaluate`` gives the same value and gradients for the compiled function.
 
-        Returns the rule and the compiled function.
+        Returns the text of the rule, and the compiled function.
         """
         backend = self.backend or "eager"
         rule = f"torch.compile(fullgraph=True, backend={backend!r}) with gradient"
         torch.compiler.reset()
         compiled = torch.compile(function, fullgraph=True, backend=backend)
-        with warnings.catch_warnings(action="ignore"):  # torch's own, while it traces
+        with warnings.catch_warnings(action="ignore"):  # torch's own warnings during tracing
             value, slopes = self.runs(rule, given, evaluate, compiled)
         expected, right = evaluate(function)
         self.close(rule, value, expected, tolerance, given)
@@ -237,7 +237,7 @@ class Suite:
     def runs(
         self, rule: str, given: Tensor | None, function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """The result of ``function``; whatever it raises breaks the rule."""
+        """The result of ``function``; any exception breaks the rule."""
         try:
             return function(*arguments)
         except AssertionError:
@@ -249,7 +249,7 @@ class Suite:
     def failure(
         self, rule: str, detail: str, given: Tensor | None = None, place: tuple[int, ...] = ()
     ) -> AssertionError:
-        """What to raise: the rule, the numbers, the row of the input and the seed."""
+        """The error to raise, with the rule, the numbers, the row of the input and the seed."""
         lines = [f"{rule}: {detail}"]
         if given is not None:
             lines.append(f"{self.input_name}: {_described(given, place)}")
@@ -258,7 +258,7 @@ class Suite:
 
 
 def seeded(seed: int | None, device: str | torch.device) -> tuple[int, torch.device]:
-    """What a suite starts with: the seed, or one that differs from call to call, and the device."""
+    """The seed, or a random one if None, and the device of a suite."""
     if seed is None:
         seed = int(torch.randint(2**31, (), generator=_own_generator()).item())
     return seed, torch.device(device)
@@ -277,7 +277,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 def pooled(
     expected: Reals, counts: Reals, least: float = LEAST_EXPECTED
 ) -> tuple[Reals, Reals, NDArray[np.int64]]:
-    """Bins of neighbouring classes: expected draws, draws, and the first class of each."""
+    """Expected draws, draws, and the first class of bins of neighbouring classes."""
     before = np.concatenate([[0.0], np.cumsum(expected)[:-1]])
     starts = np.flatnonzero(np.diff(np.floor(before / least), prepend=-1.0))
     sums, found = (np.add.reduceat(each, starts) for each in (expected, counts))
@@ -294,7 +294,7 @@ def pooled(
 
 
 def chi_square_deviations(found: Reals, expected: Reals) -> float:
-    """Pearson's statistic in standard deviations, by the cube root of Wilson and Hilferty."""
+    """Pearson's χ² statistic in standard deviations, by the cube root of Wilson and Hilferty."""
     degrees = len(expected) - 1
     if degrees == 0:
         return 0.0
@@ -304,7 +304,7 @@ def chi_square_deviations(found: Reals, expected: Reals) -> float:
 
 
 def _own_generator() -> torch.Generator:
-    # A generator of its own: a suite leaves torch's global random state as it found it.
+    # A separate generator, so that torch's global random state does not change.
     generator = torch.Generator()
     generator.seed()
     return generator

@@ -1,4 +1,4 @@
-"""Trees over classes, and what builds them."""
+"""Trees with classes as leaves, and functions that build them."""
 
 from lastlayer.trees.balanced import balanced
 from lastlayer.trees.cluster import cluster

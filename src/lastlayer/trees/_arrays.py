@@ -1,4 +1,4 @@
-"""The arrays that a tree is made of: their types, small operations on them, and their checks."""
+"""Types, small operations and checks for the arrays of a tree."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from lastlayer._checks import as_counts, check_int
 
-# Nodes, classes and positions: half the memory of int64, and there are never 2³¹ of them.
+# Nodes, classes and positions: at most 2³¹ - 1, and int32 takes half the memory of int64.
 Ids: TypeAlias = NDArray[np.int32]
-# Places in other arrays, of which a deep tree may have more.
+# Indices into other arrays, which in a deep tree may have more than 2³¹ entries.
 Offsets: TypeAlias = NDArray[np.int64]
 Integers: TypeAlias = NDArray[np.int64]
 Reals: TypeAlias = NDArray[np.float64]
@@ -19,14 +19,14 @@ MOST_IDS = int(np.iinfo(np.int32).max)
 
 
 def offsets(sizes: NDArray[Any]) -> Offsets:
-    """Where each of consecutive parts starts, and where the last one ends."""
+    """The start of each of consecutive parts, then the end of the last: ``(len(sizes) + 1,)``."""
     starts = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=starts[1:])
     return starts
 
 
 def ranges(starts: NDArray[Any], sizes: NDArray[Any]) -> Integers:
-    """``starts[i], starts[i] + 1, …``, ``sizes[i]`` of them, for each i in turn."""
+    """The ranges ``starts[i], …, starts[i] + sizes[i] - 1`` for all i, concatenated."""
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0
     shift: Integers = np.repeat(np.asarray(starts, np.int64) - (ends - sizes), sizes)
@@ -34,19 +34,19 @@ def ranges(starts: NDArray[Any], sizes: NDArray[Any]) -> Integers:
 
 
 def frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """A contiguous copy that cannot be written to."""
+    """A contiguous read-only copy."""
     copy = np.array(array, dtype=dtype, order="C")
     copy.flags.writeable = False
     return copy
 
 
 def check_count(name: str, value: Any, *, least: int) -> int:
-    """An int of at least ``least`` that an id can be."""
+    """Check an int from ``least`` to the largest id."""
     return check_int(name, value, least=least, most=MOST_IDS)
 
 
 def as_shares(counts: Any, n_classes: int) -> Reals:
-    """Counts divided by their sum; all classes alike where there are none."""
+    """Counts divided by their sum; equal shares if ``counts`` is None."""
     if counts is None:
         return np.full(n_classes, 1.0 / n_classes)
     shares = as_counts(counts, n_classes)
@@ -55,7 +55,7 @@ def as_shares(counts: Any, n_classes: int) -> Reals:
 
 
 def as_labels(labels: Any, n: int, *, name: str = "labels") -> tuple[str, ...] | None:
-    """One unique name per class, or None."""
+    """Check that there is one unique, non-empty name per class; None stays None."""
     if labels is None:
         return None
     result = as_strings(labels, n, name, "class")
@@ -67,7 +67,7 @@ def as_labels(labels: Any, n: int, *, name: str = "labels") -> tuple[str, ...] |
 
 
 def check_unique(labels: Sequence[str], name: str) -> None:
-    """No two classes have the same name."""
+    """Check that no two classes have the same name."""
     if len({*labels}) == len(labels):
         return
     first: dict[str, int] = {}
@@ -80,11 +80,11 @@ def check_unique(labels: Sequence[str], name: str) -> None:
 
 
 def as_strings(labels: Any, n: int, name: str, of: str) -> tuple[str, ...]:
-    """``n`` strings, one for each ``of``."""
+    """Check a sequence of ``n`` strings; ``of`` is what each of them names, for errors."""
     if isinstance(labels, (str, bytes)) or not hasattr(labels, "__len__"):
         raise TypeError(f"{name}: expected a list of str, got {type(labels).__name__}")
     if len(labels) != n:
-        raise ValueError(f"{name}: expected {n}, one for each {of}, got {len(labels)}")
+        raise ValueError(f"{name}: expected one name per {of} ({n}), got {len(labels)}")
     kinds = {*map(type, labels)}
     if not all(issubclass(kind, str) for kind in kinds):
         place = next(i for i, label in enumerate(labels) if not isinstance(label, str))
@@ -95,7 +95,7 @@ def as_strings(labels: Any, n: int, name: str, of: str) -> tuple[str, ...]:
 
 
 def check_children(start: Integers, child: Integers) -> None:
-    """Offsets fit, every node has two children or more, and nodes are numbered level by level."""
+    """Check offsets, that nodes have at least two children, and are numbered level by level."""
     if not len(start) or start[0] != 0 or start[-1] != len(child):
         raise ValueError(
             f"child_start: expected offsets from 0 to len(child) = {len(child)}, got "
@@ -107,7 +107,7 @@ def check_children(start: Integers, child: Integers) -> None:
     if few.any():
         v = int(few.argmax())
         raise ValueError(
-            f"child_start: expected two children or more for each inner node, got "
+            f"child_start: expected at least two children per inner node, got "
             f"{start[v + 1] - start[v]} for node {v}; trees.from_parents contracts such nodes"
         )
     inner = np.flatnonzero(child >= 0)
@@ -116,8 +116,8 @@ def check_children(start: Integers, child: Integers) -> None:
     remedy = "trees.from_parents takes nodes in any order"
     if len(nodes) != len(expected):
         raise ValueError(
-            f"child: expected the {len(expected)} inner nodes below the root, each once, got "
-            f"{len(nodes)}; {remedy}"
+            f"child: expected each of the {len(expected)} inner nodes below the root once, got "
+            f"{len(nodes)} inner nodes; {remedy}"
         )
     if not np.array_equal(nodes, expected):
         wrong = int((nodes != expected).argmax())
@@ -136,13 +136,13 @@ def check_children(start: Integers, child: Integers) -> None:
 
 
 def check_leaves(child: Integers, overlap: bool) -> int:
-    """Every class has a leaf, and only one unless the tree may overlap; the number of classes."""
+    """Check that each class has one leaf, or several if ``overlap``; returns ``n_classes``."""
     n_classes = max(1, -int(child.min(initial=-1)))
     if not len(child):
         return n_classes
     classes = ~child[child < 0]
     if n_classes > len(classes):
-        # Before `bincount`, so that a wild class id does not ask for as much memory.
+        # Checked before `bincount`, so that an absurd class id does not allocate memory.
         present = np.unique(classes)
         missing = int((np.append(present, -1) != np.arange(len(present) + 1)).argmax())
     else:
@@ -150,14 +150,14 @@ def check_leaves(child: Integers, overlap: bool) -> int:
         missing = -1 if leaves.all() else int(leaves.argmin())
     if missing >= 0:
         raise ValueError(
-            f"child: expected a leaf for each class from 0 to {n_classes - 1}, class {missing} is "
-            "missing"
+            f"child: expected a leaf for each class from 0 to {n_classes - 1}, got none for class "
+            f"{missing}"
         )
     if not overlap and (leaves > 1).any():
         c = int(leaves.argmax())
         first, second = np.flatnonzero(child == ~c)[:2]
         raise ValueError(
             f"child: expected one leaf per class, got class {c} at positions {first} and {second}; "
-            "give overlap=True where classes may have several"
+            "pass overlap=True if classes may have several leaves"
         )
     return n_classes

@@ -1,4 +1,4 @@
-"""Trees as text and as pictures: what fits of the top, and numbers for the rest."""
+"""Trees as text and as pictures: the top of the tree, and the size of each part below it."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from lastlayer.trees.tree import Tree
 
 _DOT = "●"
-# Longer names are cut.
+# Longer names are truncated.
 _LONGEST = 32
 _LINE, _INNER, _LEAF, _REST = "#9A9A9A", "#0072B2", "#333333", "#D55E00"
 _INCHES_A_ROW = 0.21
-# Drawing goes down by recursion, which Python bounds.
+# Drawing is recursive, and Python limits the depth of recursion.
 _DEEPEST = 200
 
 
 @dataclass
 class _Item:
-    """A node, a class, or the children of a node that are not drawn, as ``node`` -1."""
+    """A node; a class, with ``node`` -1; or the children that are not drawn, with ``node`` -2."""
 
     text: str
     node: int
@@ -42,7 +42,7 @@ class _Item:
 
 
 def text(tree: "Tree", max_nodes: int) -> str:
-    """Lines for a terminal."""
+    """The tree as lines for a terminal."""
     check_count("max_nodes", max_nodes, least=3)
     lines = [_summary(tree)]
     _write(_outline(tree, max_nodes, None), "", "", lines)
@@ -70,7 +70,7 @@ def _write(item: _Item, first: str, later: str, lines: list[str]) -> None:
 
 
 def _outline(tree: "Tree", max_nodes: int, counts: Any) -> _Item:
-    """The nodes to draw: level by level while there is room, and of a wide node the first ones."""
+    """The nodes to draw: level by level up to ``max_nodes``; only the first of many children."""
     shares = as_shares(counts, tree.n_classes) / np.diff(tree.class_start)
     if not tree.n_inner:
         return _Item(_name(tree.labels, 0, "0"), -1, 1.0, ends=True)
@@ -144,7 +144,7 @@ def plot(tree: "Tree", ax: "Axes | None", max_nodes: int, counts: Any) -> "Axes"
 
 
 def _place(item: _Item, rows: int) -> int:
-    """Rows from the top; inner nodes in the middle of their children."""
+    """Set the row of each item, from the top; an inner node is centred on its children."""
     if not item.items:
         item.row = rows
         return rows + 1
@@ -163,7 +163,7 @@ def _mark(ax: "Axes", item: _Item) -> None:
     if item.text == _DOT:
         return
     name = item.text.removeprefix(f"{_DOT} … ") if rest else item.text
-    # Names of inner nodes go on the line that leads to them, where there is nothing else.
+    # Names of inner nodes are drawn on the line that leads to them, where there is space.
     ax.annotate(
         name, (item.depth, item.row), (6, 0) if item.ends else (-5, 0), textcoords="offset points",
         ha="left" if item.ends else "right", va="center", fontsize=8 if item.ends else 7,

@@ -1,10 +1,11 @@
-"""Loops over trees, compiled by Numba and cached on disk: a tree may be as deep as it has classes.
+"""Loops over trees, compiled by Numba and cached on disk.
 
-Imported inside the functions that need it, so that ``import lastlayer.trees`` does not load Numba.
+They are loops because a tree may be as deep as it has classes. This module is imported inside
+functions, so that ``import lastlayer.trees`` does not load Numba.
 
-``start`` and ``child`` list the children of inner nodes: those of node v are
-``child[start[v]:start[v + 1]]``, an inner node where not negative, else the class ``~child``.
-Types: ids and positions are int32 or int64, offsets int64, masses float64, vectors float32.
+``start`` and ``child`` list the children of inner nodes: the children of node v are
+``child[start[v]:start[v + 1]]``, an inner node if not negative, else ``~class``. Ids and positions
+are int32 or int64, offsets int64, masses float64, vectors float32.
 """
 
 import heapq
@@ -13,13 +14,13 @@ import math
 import numpy as np
 from numba import njit
 
-# Passes of the power method, and at most of 2-means and then EM.
+# Iterations of the power method; maximum iterations of 2-means and EM together.
 _POWER, _PASSES = 3, 12
-# A group of which less than this share changes sides has converged.
+# 2-means and EM have converged if less than this share of the weight changes sides.
 _SETTLED = 1e-3
-# Below this share of the mean square, differences are rounding errors.
+# Differences below this share of the mean square are rounding errors.
 _NOTHING = 1e-12
-# A variance of zero would make all responsibilities 0 or 1; this is small beside any other.
+# Lower bound of the variance, relative to the mean square: with 0, responsibilities are 0 or 1.
 _LEAST_VARIANCE = 1e-9
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
@@ -28,8 +29,8 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 def breadth_first(start, child, root):
     """The tree below ``root``, numbered level by level; nodes with a single child are contracted.
 
-    Returns ``start`` and ``child`` in the new numbers, the old number of each inner node, and how
-    many nodes were visited, contracted ones and leaves included.
+    Returns the new ``start`` and ``child``, the old number of each inner node, and the number of
+    nodes visited, including contracted ones and leaves.
     """
     met = 1
     while root >= 0 and start[root + 1] - start[root] == 1:
@@ -66,21 +67,21 @@ def breadth_first(start, child, root):
 
 @njit(nogil=True, cache=True)
 def add_up(parent, values):
-    """Add to every node what is below it, in place."""
+    """Add to every node the values below it, in place."""
     for v in range(len(parent) - 1, 0, -1):
         values[parent[v]] += values[v]
 
 
 @njit(nogil=True, cache=True)
 def add_down(parent, values):
-    """Add to every node what is above it, in place."""
+    """Add to every node the values of its ancestors, in place."""
     for v in range(1, len(parent)):
         values[v] += values[parent[v]]
 
 
 @njit(nogil=True, cache=True)
 def fill_paths(leaf_edge, owner, start, parent, position, path_start, path_node, path_position):
-    """Write nodes and positions of each path, from its end to the root."""
+    """Write the nodes and positions of each path, starting from the leaf."""
     for path in range(len(leaf_edge)):
         node = owner[leaf_edge[path]]
         taken = np.int32(leaf_edge[path] - start[node])
@@ -93,7 +94,7 @@ def fill_paths(leaf_edge, owner, start, parent, position, path_start, path_node,
 
 @njit(nogil=True, cache=True)
 def cost_of_several_paths(class_start, path_start, path_node, node_cost):
-    """For each class the cost of all nodes on its paths, each of them once."""
+    """For each class the total cost of the nodes on its paths, each node counted once."""
     n_classes = len(class_start) - 1
     seen_by = np.full(len(node_cost), -1, np.int64)
     cost = np.zeros(n_classes, np.int64)
@@ -108,11 +109,11 @@ def cost_of_several_paths(class_start, path_start, path_node, node_cost):
 
 @njit(nogil=True, cache=True)
 def nodes_to_merge(start, child, rank, arity):
-    """For each node whether its parent takes it in; of those that fit the lowest rank is first."""
+    """Whether each node is merged into an ancestor; those with the lowest rank are merged first."""
     n = len(start) - 1
     merged = np.zeros(n, np.int32)
     for node in range(n):
-        # Parents come first: by now it is known whether this node remains.
+        # Parents have lower numbers, so it is known by now whether this node remains.
         if merged[node]:
             continue
         wide = start[node + 1] - start[node]
@@ -136,7 +137,7 @@ def nodes_to_merge(start, child, rank, arity):
 
 @njit(nogil=True, cache=True)
 def merged_children(start, child, merged):
-    """Children of the nodes that remain, from left to right; merged nodes have none."""
+    """The children of the remaining nodes, from left to right; merged nodes have none."""
     n = len(start) - 1
     new_start = np.zeros(n + 1, np.int64)
     new_child = np.empty(len(child), np.int64)
@@ -164,17 +165,17 @@ def merged_children(start, child, merged):
 
 @njit(nogil=True, cache=True)
 def huffman_merge(weights, arity):
-    """Huffman's tree of ascending weights, by two queues: inner nodes are made in ascending order.
+    """Huffman's tree of ascending weights, with two queues: leaves, and inner nodes as created.
 
-    Returns ``start`` and ``child`` with the root last; a leaf is ``~place`` in ``weights``, and of
-    the children of a node the heaviest is first.
+    Returns ``start`` and ``child`` with the root last. A leaf is ``~index`` into ``weights``; the
+    heaviest child of a node is first.
     """
     n = len(weights)
     n_inner = (n - 2) // (arity - 1) + 1 if n > 1 else 0
     start = np.zeros(n_inner + 1, np.int64)
     child = np.empty(max(0, n + n_inner - 1), np.int64)
     mass = np.empty(n_inner)
-    # The first merge takes what is left over, so that all others are full.
+    # The first merge may have fewer children, so that all other nodes have ``arity``.
     size = 2 + (n - 2) % (arity - 1)
     leaf = 0
     oldest = 0
@@ -198,7 +199,7 @@ def huffman_merge(weights, arity):
 
 @njit(nogil=True, cache=True)
 def huffman_of_groups(mass, group_start):
-    """Huffman's binary tree of each group: the children of all nodes, and where the roots are."""
+    """Huffman's binary tree of each group: the children of all nodes, and the roots."""
     n_groups = len(group_start) - 1
     child = np.empty(2 * (len(mass) - n_groups), np.int64)
     roots = np.empty(n_groups, np.int64)
@@ -217,7 +218,7 @@ def huffman_of_groups(mass, group_start):
 
 @njit(nogil=True, cache=True)
 def _group_cost(share, first, end):
-    """One vector for the group, and one for each of its classes as often as one of them occurs."""
+    """Expected vectors per row for a group: 1, plus its size times its total probability."""
     if end - first == 1:
         return 1.0
     return 1.0 + (share[end] - share[first]) * (end - first)
@@ -225,11 +226,11 @@ def _group_cost(share, first, end):
 
 @njit(nogil=True, cache=True)
 def best_groups(share):
-    """The cuts of least cost, from left to right; ``share`` are the sums of the first shares.
+    """The cuts of least total cost, from left to right; ``share`` has cumulative probabilities.
 
-    The best first class of a group moves right as its end does: with more classes to take in, an
-    earlier first class only gets more expensive. So each first class is best for one range of
-    ends, and the ranges are kept in a queue.
+    The best first class of a group moves right with the end of the group, since adding a class
+    costs more in a larger group. So each first class is best for one range of ends, and these
+    ranges are kept in a queue.
     """
     n = len(share) - 1
     best = np.zeros(n + 1)
@@ -274,16 +275,16 @@ def best_groups(share):
     return ends[place:]
 
 
-# Two clusters in each of many groups. A group is centred first. Let r be how much of each vector
-# the second cluster has, W₀ and W₁ the weights of the two, and S = Σ w r x. As the group sums to
-# zero, the means are −S / W₀ and S / W₁: the single vector S holds both, and x leans to the second
-# cluster by
+# Two clusters in each of many groups. A group is centred first. Let w be the weight of each vector
+# x, r its responsibility, W₀ and W₁ the total weights of the two clusters, and S = Σ w r x. Since
+# the weighted sum of the group is zero, the means are −S / W₀ and S / W₁, so the single vector S
+# determines both. Half the difference of the squared distances of x to the two means is
 #
-#     s = x·S (1/W₀ + 1/W₁) − |S|² (1/W₁² − 1/W₀²) / 2
+#     s = x·S (1/W₀ + 1/W₁) − |S|² (1/W₁² − 1/W₀²) / 2.
 #
-# which is half the difference of its squared distances. With a common variance σ², found from the
-# same sums as Σ w |x|² − |S|² (1/W₀ + 1/W₁) over all weights and dimensions, the log-odds are
-# s / σ² + log W₁ / W₀. So a step of 2-means or of EM is one pass over the group.
+# The common variance σ² is Σ w |x|² − |S|² (1/W₀ + 1/W₁), divided by the total weight and the
+# number of dimensions; the log-odds of the second cluster are s / σ² + log W₁ / W₀. So one step of
+# 2-means or EM is a single pass over the group.
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST)
@@ -302,7 +303,7 @@ def _add_scaled(total, factor, x):
 
 @njit(nogil=True, cache=True)
 def centre(x, weight):
-    """Subtract the mean in place; the weighted squares afterwards, and those before."""
+    """Subtract the mean in place; returns the weighted sum of squares after and before."""
     mean = np.zeros(x.shape[1])
     total = 0.0
     before = 0.0
@@ -321,7 +322,7 @@ def centre(x, weight):
 
 @njit(nogil=True, cache=True)
 def _main_direction(x, weight, seed):
-    """About the direction of the largest variance, from random signs."""
+    """Approximate direction of the largest variance, by the power method from random signs."""
     direction = np.empty(x.shape[1], np.float32)
     bits = np.uint64(seed)
     for i in range(len(direction)):
@@ -343,11 +344,11 @@ def _main_direction(x, weight, seed):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def log_odds(x, weight, squares, seed, odds):
-    """Write the log-odds of the second cluster for each row; False without two clusters."""
+    """Write the log-odds of the second cluster to ``odds``; False if there are no two clusters."""
     n, d = x.shape
     every = weight.sum()
     direction = _main_direction(x, weight, seed)
-    # scale · x·direction − offset are the log-odds; until 2-means converges only their sign counts.
+    # Log-odds are scale · x·direction − offset; until 2-means has converged only the sign is used.
     scale, offset, soft = 1.0, 0.0, False
     share = np.full(n, -1.0)
     for _ in range(_PASSES):
@@ -386,7 +387,7 @@ def log_odds(x, weight, squares, seed, odds):
 
 @njit(nogil=True, cache=True)
 def _cut_in_half(weight):
-    """Where the weights of both sides are most alike; of equal places the nearest the middle."""
+    """The cut with the most similar weights on both sides; of equal ones the most central."""
     n = len(weight)
     half = 0.5 * weight.sum()
     best, cut, so_far = np.inf, 1, 0.0
@@ -403,14 +404,14 @@ def _cut_in_half(weight):
 def split_groups(
     start, stop, x, weight, group_start, seed, by_odds, levels_left, unsure, order, odds, cuts
 ):
-    """Sort the rows of each group by their log-odds, and cut it in two.
+    """Sort the rows of each group by their log-odds, and cut each group in two.
 
-    Takes the groups that start in rows ``start`` to ``stop``: groups differ in size, so threads
-    share rows. The vectors ``x`` are centred in place. The cut is where log-odds change sign if
-    ``by_odds``, else in half; in half too where a side could need more than ``levels_left`` levels.
-    Rows with log-odds closer to 0 than ``unsure`` are wanted on both sides. Written are ``order``,
-    the sorted rows, ``odds``, their log-odds, and ``cuts`` ``(groups, 3)``: where the second side
-    starts, the cut, and where the first side ends.
+    Processes the groups whose first row is from ``start`` to ``stop``; groups differ in size, so
+    work is divided among threads by rows. The vectors ``x`` are centred in place. The cut is where
+    log-odds change sign if ``by_odds``, else in half; also in half if a side could need more than
+    ``levels_left`` levels. Rows with log-odds closer to 0 than ``unsure`` are on both sides.
+    Outputs: ``order``, the sorted rows; ``odds``, their log-odds; ``cuts`` ``(groups, 3)``: start
+    of the second side, cut, and end of the first side.
     """
     group = np.searchsorted(group_start, start)
     while group < len(group_start) - 1 and group_start[group] < stop:

@@ -6,10 +6,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# In this order of preference between senses that are as frequent as each other.
+# Equally frequent senses are preferred in this order.
 _PARTS = ("noun", "verb", "adj", "adv")
 _USUAL = (Path("/usr/share/wordnet"), Path("/usr/local/WordNet-3.0/dict"))
-# Base forms by taking endings off, as WordNet does it.
+# WordNet's rules for base forms: endings and their replacements.
 _ENDINGS = {
     "noun": (
         ("s", ""), ("ses", "s"), ("xes", "x"), ("zes", "z"), ("ches", "ch"), ("shes", "sh"),
@@ -22,9 +22,9 @@ _ENDINGS = {
     "adj": (("er", ""), ("est", ""), ("er", "e"), ("est", "e")),
     "adv": (),
 }  # fmt: skip
-# The kinds of synsets in the keys of cntlist.rev: 5 are adjectives that cluster around another.
+# Types of synsets in the keys of cntlist.rev; 5 is a satellite adjective.
 _PART_OF_KIND = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}
-# Lexicographer files of what has no hypernyms, or several that have none.
+# Lexicographer files of synsets without hypernyms; nouns are missing, since they have one root.
 _AREAS = {
     0: "adj.all", 1: "adj.pert", 2: "adv.all", 29: "verb.body", 30: "verb.change",
     31: "verb.cognition", 32: "verb.communication", 33: "verb.competition", 34: "verb.consumption",
@@ -32,19 +32,19 @@ _AREAS = {
     39: "verb.perception", 40: "verb.possession", 41: "verb.social", 42: "verb.stative",
     43: "verb.weather", 44: "adj.ppl",
 }  # fmt: skip
-# Of a part of speech and an offset into its file.
+# Part of speech, and offset in its file.
 Synset = tuple[str, int]
-# How often a sense was met, whether it is that of the word as it is, and the sense.
+# (frequency of the sense, whether it belongs to the unchanged word), and the sense.
 _Ranked = tuple[tuple[int, bool], Any]
 
 
 def _most_frequent(senses: Iterable[_Ranked]) -> Any:
-    """The first of those that rank the highest; None where there is none."""
+    """The sense with the highest rank, the first of equal ones; None if there are no senses."""
     return max(senses, key=lambda each: each[0], default=(None, None))[1]
 
 
 class DictionaryFiles:
-    """Senses and hypernyms from ``index.noun``, ``data.noun`` and the like in one folder."""
+    """Reads senses and hypernyms from WordNet's files, ``index.noun``, ``data.noun`` and so on."""
 
     def __init__(self, folder: Path) -> None:
         self._first: dict[str, dict[str, int]] = {}
@@ -93,7 +93,7 @@ class DictionaryFiles:
         return self._fields(synset)[4].split("(")[0].replace("_", " ")
 
     def area(self, synset: Synset) -> str:
-        """Its part of speech, and its lexicographer file where that tells more."""
+        """Its lexicographer file, such as "verb.motion"; "noun" for all nouns."""
         return _AREAS.get(int(self._fields(synset)[1]), synset[0])
 
     def _fields(self, synset: Synset) -> list[str]:
@@ -104,13 +104,13 @@ class DictionaryFiles:
         if not fields or fields[0] != f"{offset:08d}":
             raise ValueError(
                 f"path: expected a synset at byte {offset} of data.{part}, got {line[:20]!r}; the "
-                "index and the data are not of the same WordNet"
+                "index and data files are of different versions of WordNet"
             )
         return fields
 
 
 def find_files(path: str | Path | None) -> Path | None:
-    """The folder with the dictionary: the one given, or that of the environment, or a usual one."""
+    """The folder with the dictionary: ``path``, else from the environment, else a usual one."""
     if path is not None:
         return _checked(Path(path), "path")
     if os.environ.get("WNSEARCHDIR"):
@@ -136,7 +136,7 @@ def _checked(folder: Path, name: str) -> Path:
 
 
 def _lines(path: Path) -> Iterator[list[str]]:
-    """Fields of each line; the licence at the top is indented."""
+    """The fields of each line, without the licence at the top, which is indented."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if not line.startswith(" "):
@@ -153,7 +153,7 @@ def _irregular_forms(path: Path) -> dict[str, list[str]]:
 
 
 def _frequencies(path: Path) -> dict[tuple[str, str], int]:
-    """How often the first sense of a word was met in tagged text; nothing where no file says."""
+    """Frequency of the first sense of each word in tagged text; empty without such a file."""
     if not path.is_file():
         return {}
     found: dict[tuple[str, str], int] = {}
@@ -166,7 +166,7 @@ def _frequencies(path: Path) -> dict[tuple[str, str], int]:
 
 
 class Nltk:
-    """The WordNet corpus of nltk."""
+    """Reads the WordNet corpus of nltk."""
 
     def __init__(self) -> None:
         try:
@@ -187,7 +187,7 @@ class Nltk:
 
     def _senses(self, form: str) -> Iterator[_Ranked]:
         for part in "nvar":
-            # `morphy` itself stops at a word that is there, such as "saw".
+            # The public `morphy` stops at a word that exists, such as "saw".
             for lemma in dict.fromkeys([form, *self._corpus._morphy(form, part)]):
                 for synset in self._corpus.synsets(lemma, part)[:1]:
                     names = [each for each in synset.lemmas() if each.name().lower() == lemma]
@@ -211,7 +211,7 @@ class Nltk:
 
 
 class Wn:
-    """The lexicons that the package wn has installed."""
+    """Reads the lexicons that are installed for the package wn."""
 
     def __init__(self) -> None:
         try:

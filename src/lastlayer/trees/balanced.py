@@ -1,4 +1,4 @@
-"""Trees of equal depth."""
+"""Balanced trees: all classes are about equally deep."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from lastlayer.trees.tree import Tree
 def balanced(
     n: int, arity: int = 2, *, order: Any = None, labels: Sequence[str] | None = None
 ) -> Tree:
-    """A tree whose classes are all as deep as each other, or one deeper.
+    """A balanced tree: the depths of any two classes differ by at most one.
 
-    Every node divides its classes over ``arity`` children as evenly as possible, larger parts
-    first; a node with fewer classes has a leaf for each.
+    Every node divides its classes among ``arity`` children as evenly as possible, larger parts
+    first; a node with at most ``arity`` classes has one leaf per class.
 
     Args:
         n: number of classes.
         arity: number of children of a node.
-        order: the classes from left to right, each once; by default as they are numbered. A
-            random one, ``torch.randperm(n)``, makes the tree that Mnih and Hinton start from.
+        order: the classes from left to right, a permutation; by default 0, 1, …. A random one,
+            ``torch.randperm(n)``, gives the initial tree of Mnih and Hinton.
         labels: one name per class.
 
     Example:
@@ -42,7 +42,7 @@ def balanced(
 
 
 def _even_split(n: int, arity: int) -> tuple[Offsets, Integers]:
-    """The children of all nodes, for classes from left to right."""
+    """``child_start`` and ``child``, with classes numbered from left to right."""
     sizes = np.array([n] if n > 1 else [], np.int64)
     first = np.zeros_like(sizes)
     wide, children, n_nodes = [sizes[:0]], [sizes[:0]], 1

@@ -1,4 +1,4 @@
-"""Trees learned from vectors of the classes, by splitting groups of vectors level by level."""
+"""Trees from class vectors, by splitting groups of vectors in two, level by level."""
 
 import time
 from collections import deque
@@ -18,11 +18,11 @@ from lastlayer._torch import accumulation_dtype, as_numpy
 from lastlayer.trees._arrays import Integers, Offsets, Reals, check_count, offsets, ranges
 from lastlayer.trees.tree import Tree
 
-# An odd number near 2⁶⁴ divided by the golden ratio: levels and seeds start far apart.
+# An odd number near 2⁶⁴ divided by the golden ratio, so that levels and seeds get distant values.
 _FAR = 0x9E3779B97F4A7C15
-# Fewer rows are not worth a second thread.
+# Minimum number of rows per thread.
 _ROWS_PER_PART = 4096
-# Shorter work shows no progress bar.
+# The progress bar is shown after this time.
 _SECONDS_WITHOUT_BAR = 2.0
 
 
@@ -39,41 +39,42 @@ def cluster(
     labels: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Tree:
-    """A binary tree with similar classes near each other, by splitting in two again and again.
+    """A binary tree with similar classes near each other, from hierarchical clustering of vectors.
 
-    At each node two clusters are found among the classes below it: a mixture of two Gaussians with
-    one common variance, from 2-means. The classes are sorted by their responsibility, which is the
-    probability of the second cluster, and cut in two:
+    Each node splits its classes in two: it fits a mixture of two Gaussians with a common variance,
+    initialized by 2-means, sorts the classes by responsibility (the probability of the second
+    cluster), and cuts the sorted list:
 
     - ``kind="balanced"``: in half.
-    - ``kind="adaptive"``: at 0.5, each class to its likelier cluster, however many there are.
-    - ``overlap=ε`` with "adaptive": classes whose responsibility is closer to 0.5 than ε go to both
-      sides. They have several paths then, and the sum of their probabilities.
+    - ``kind="adaptive"``: at 0.5, so each class goes to its more probable cluster.
+    - ``overlap=ε`` with "adaptive": a class whose responsibility is within ε of 0.5 goes to both
+      sides. It then has several paths, and its probability is the sum over them.
 
-    Mnih and Hinton take the mean of the vectors that a model predicts where a class is the target.
-    The rows of a trained output layer, ``linear.weight``, do as well.
+    As the vector of a class, Mnih and Hinton take the mean of the vectors that a model predicts
+    for positions where the class is the target. The rows of a trained output layer,
+    ``linear.weight``, work as well.
 
-    Two rules hold for all kinds. A node whose classes have the same vector is cut in half, as they
-    are listed. And where classes could otherwise get deeper than ``max_depth``, a node is cut in
-    half by the number of its classes, and none of them goes to both sides.
+    Two rules hold for all kinds. If all classes of a node have the same vector, their list is cut
+    in half. If a class could otherwise get deeper than ``max_depth``, the node is cut in half by
+    number of classes, without overlap.
 
-    Overlap ends by two rules: each side lacks at least one class of its node, and there are at most
-    ``max_paths`` leaves. On the level where there would be more, the classes closest to 0.5 go to
-    both sides, as many as there is room for, and below that level none.
+    Overlap is limited in two ways: each side lacks at least one class of its node, and the tree has
+    at most ``max_paths`` leaves. On the level where this limit would be exceeded, only the classes
+    closest to 0.5 go to both sides; below that level none do.
 
     Args:
         vectors: ``(n_classes, d)``, floating.
-        counts: one number per class, at least 0, not all 0. A class then counts as if its vector
-            occurred that often: in the clusters, and in what is half. None for equal ones.
+        counts: one number per class, at least 0, not all 0; None for equal counts. They weight the
+            classes, both in the clusters and in finding the half.
         kind: "balanced" or "adaptive".
         overlap: ε, at least 0 and below 0.5; Mnih and Hinton found 0.25 to 0.4 best.
-        max_paths: the most leaves, at least ``n_classes``; twice as many by default.
-        max_depth: the most choices that lead to a class, at least log₂ of ``n_classes``; three
-            times that by default.
-        normalize: divide each vector by its length first, so that directions are compared.
-        seed: the same one gives the same tree, on any number of threads.
+        max_paths: maximum number of leaves, at least ``n_classes``; ``2 * n_classes`` by default.
+        max_depth: maximum depth of a class, at least log₂(``n_classes``) rounded up; three times
+            that by default.
+        normalize: divide each vector by its length first, so that only directions matter.
+        seed: random seed; the tree does not depend on the number of threads.
         labels: one name per class.
-        progress: show a bar in a terminal where it takes longer than two seconds.
+        progress: show a progress bar in a terminal if building takes more than two seconds.
 
     Reference:
         Andriy Mnih and Geoffrey Hinton, A scalable hierarchical distributed language model, 2008.
@@ -121,13 +122,13 @@ def _check_overlap(overlap: Any, kind: str) -> float:
 
 @contextmanager
 def _progress(what: str, wanted: bool) -> Iterator[Callable[[float], None]]:
-    """A function that is told which share is done, and shows it in a terminal once it is slow."""
+    """Yields a function of the completed share of the work, which updates a progress bar."""
     since, bars = time.perf_counter(), list[Any]()
 
     def tell(share: float) -> None:
         if wanted and time.perf_counter() - since > _SECONDS_WITHOUT_BAR:
             if not bars:
-                # Imported here: most trees are built in less time than rich takes to load.
+                # Imported here: most trees are built in less time than the import takes.
                 from rich.console import Console
                 from rich.progress import Progress
 
@@ -146,7 +147,7 @@ def _progress(what: str, wanted: bool) -> Iterator[Callable[[float], None]]:
 
 
 def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:
-    """Rows in float32, scaled and centred so that their squares neither overflow nor vanish."""
+    """Rows in float32, scaled and centred so that their squares neither overflow nor underflow."""
     expected = "floating vectors, one per class"
     if isinstance(vectors, torch.Tensor) and vectors.is_floating_point():
         dtype = accumulation_dtype(vectors.dtype)
@@ -156,7 +157,7 @@ def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:
     if array.dtype.kind != "f":
         raise TypeError(f"{name}: expected {expected}, got {array.dtype}")
     if array.ndim != 2 or not array.size:
-        raise ValueError(f"{name}: expected shape (n_classes, d), neither 0, got {array.shape}")
+        raise ValueError(f"{name}: expected shape (n_classes, d) without zeros, got {array.shape}")
     array = array.astype(np.float64 if array.itemsize > 4 else np.float32, copy=False)
     largest = np.abs(array).max(1)
     if not np.isfinite(largest).all():
@@ -164,7 +165,7 @@ def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:
         odd = array[c][~np.isfinite(array[c])][0]
         raise ValueError(f"{name}: expected finite numbers, got {odd} for class {c}")
     if normalize:
-        # Large and small ones first, so that their squares are in range.
+        # Divide by the largest magnitude first, so that squares are in range.
         array = array / np.where(largest > 0, largest, 1)[:, None]
         lengths = np.linalg.norm(array, axis=1, keepdims=True)
         array = array / np.where(lengths > 0, lengths, 1)
@@ -177,16 +178,16 @@ def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Growth:
-    """How groups are split."""
+    """How groups of vectors are split."""
 
     by_odds: bool
-    """To the likelier of the two clusters, rather than in half."""
+    """Whether a vector goes to its more probable cluster; otherwise groups are cut in half."""
     overlap: float
-    """How far from 0.5 a probability may be for a vector to go to both sides."""
+    """Vectors whose responsibility is within this distance of 0.5 go to both sides."""
     max_paths: int
     max_depth: int
     seed: int
-    """Of the random directions in which clusters are looked for."""
+    """Seed of the random initial directions."""
 
 
 def grow(
@@ -196,10 +197,10 @@ def grow(
     how: Growth,
     tell: Callable[[float], None],
 ) -> tuple[Offsets, Integers]:
-    """A tree for each group of two vectors or more, which start at ``group_start``.
+    """One tree for each group of at least two vectors; groups start at ``group_start``.
 
-    Returns ``child_start`` and ``child`` of all nodes, level by level, the roots first, with
-    ``~row`` for a leaf. ``tell`` is told after each level which share of the work is done.
+    Returns ``child_start`` and ``child`` of all nodes, level by level, roots first, with ``~row``
+    for a leaf. ``tell`` is called after each level with the completed share of the work.
     """
     from lastlayer.trees import _loops
 
@@ -236,10 +237,10 @@ def grow(
 
 @contextmanager
 def _threads(n_rows: int) -> Iterator[Callable[..., None]]:
-    """Runs ``kernel(start, stop, *args)`` for all rows, on as many threads as torch uses.
+    """Yields a function that runs ``kernel(start, stop, *args)`` on ``torch.get_num_threads()``.
 
-    Python's threads: the kernels release the GIL, and Numba's own would be compiled in each new
-    process.
+    These are Python threads, since the kernels release the GIL; Numba's parallel code would be
+    compiled again in each process.
     """
     threads = min(torch.get_num_threads(), n_rows // _ROWS_PER_PART)
     if threads < 2:
@@ -248,7 +249,7 @@ def _threads(n_rows: int) -> Iterator[Callable[..., None]]:
     with ThreadPoolExecutor(threads) as pool:
 
         def in_parts(kernel: Callable[..., None], n: int, *args: Any) -> None:
-            # Some groups take longer than others: more parts than threads even that out.
+            # More parts than threads balance the load, since some groups take longer than others.
             edges = np.linspace(0, n, 4 * threads + 1).astype(np.int64)
             deque(pool.map(lambda a, b: kernel(a, b, *args), edges[:-1], edges[1:]), maxlen=0)
 
@@ -256,17 +257,17 @@ def _threads(n_rows: int) -> Iterator[Callable[..., None]]:
 
 
 def _work(group_start: Offsets) -> float:
-    """About how often the vectors are still to be split, in all."""
+    """Estimated remaining work: the sum of n log₂ n over groups of size n."""
     sizes = np.diff(group_start)
     return float((sizes * np.log2(np.maximum(1, sizes))).sum())
 
 
 def _share_room(cuts: Integers, odds: Reals, room: int) -> None:
-    """Keep the least sure on both sides, as far as there is room for more leaves."""
+    """Limit overlap to ``room`` more leaves: the vectors with log-odds closest to 0 keep it."""
     wanted = ranges(cuts[:, 0], cuts[:, 2] - cuts[:, 0])
     if len(wanted) <= room:
         return
-    # Equally unsure ones are all in or all out, so that those that are in stay next to the cut.
+    # Ties are all kept or all dropped, so that those that are kept are contiguous at the cut.
     doubt = np.abs(odds[wanted])
     least = np.partition(doubt, room)[room] if room > 0 else -inf
     group = np.repeat(np.arange(len(cuts)), cuts[:, 2] - cuts[:, 0])

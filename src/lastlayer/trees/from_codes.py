@@ -14,22 +14,22 @@ from lastlayer._checks import as_array
 from lastlayer.trees._arrays import MOST_IDS, Integers, Offsets, offsets
 from lastlayer.trees.tree import Tree
 
-# Bytes where they are all below 256.
+# uint8 if all positions are below 256.
 Positions: TypeAlias = NDArray[np.uint8] | Integers
 
 _EXPECTED = "for each class a list of positions, a str of digits, or a list of such codes"
 
-# They have a length and can be walked over, but are no codes.
+# Types with a length that can be iterated over, but that are not codes.
 _UNORDERED = (bytes, Mapping, AbstractSet)
 
 
 def from_codes(codes: Any, *, labels: Sequence[str] | None = None) -> Tree:
-    """A tree from which child is taken at each node on the way to a class.
+    """A tree from the code of each class: the child taken at each node on the path to it.
 
     Args:
-        codes: for each class a list of positions, the root first, or a str of digits. A class
+        codes: for each class a list of child positions, root first, or a str of digits. A class
             with several paths has a list of such codes. Or an integer array
-            ``(n_classes, longest)`` with rows filled up with -1.
+            ``(n_classes, longest)`` whose rows are padded with -1.
         labels: one name per class.
 
     Example:
@@ -57,10 +57,10 @@ def from_codes(codes: Any, *, labels: Sequence[str] | None = None) -> Tree:
 
 
 def _from_rows(rows: Any) -> tuple[Offsets, Positions, Integers]:
-    """Where each path starts, all positions one after the other, and the class of each path."""
+    """The start of each path, the positions of all paths concatenated, the class of each path."""
     if rows.ndim != 2 or rows.dtype.kind not in "iu":
         raise ValueError(
-            f"codes: expected an integer array (n_classes, longest), filled up with -1, got "
+            f"codes: expected an integer array (n_classes, longest), padded with -1, got "
             f"{rows.dtype} of shape {rows.shape}"
         )
     used = rows != -1
@@ -68,7 +68,7 @@ def _from_rows(rows: Any) -> tuple[Offsets, Positions, Integers]:
     wrong = (used != (np.arange(rows.shape[1]) < sizes[:, None])).any(1)
     if wrong.any():
         raise ValueError(
-            f"codes: expected -1 after the end of a code alone, got it before for class "
+            f"codes: expected -1 only after the end of a code, got -1 before it for class "
             f"{int(wrong.argmax())}"
         )
     return offsets(sizes), rows[used].astype(np.int64), np.arange(len(rows))
@@ -108,7 +108,7 @@ def _positions(codes: Sequence[Any]) -> Positions:
         return digits
     if any(texts):
         codes = [[*map(int, code)] if isinstance(code, str) else code for code in codes]
-    # Both of these are faster than NumPy, and take no 0.5 for a 0.
+    # Both are faster than NumPy, and reject 0.5 where NumPy would truncate it to 0.
     try:
         return np.frombuffer(bytes(chain.from_iterable(codes)), np.uint8)
     except ValueError:
@@ -132,21 +132,22 @@ def _check_code(code: Any, c: int) -> None:
 def _grown(start: Offsets, flat: Positions, path_class: Integers) -> tuple[Offsets, Integers]:
     """The children of all nodes, level by level.
 
-    Every path is at one node of the level, and goes on to one slot of it. A slot where a path ends
-    is a leaf, any other an inner node of the next level.
+    On each level a path is at one node and takes one of its slots. A slot where a path ends is a
+    leaf; any other slot is an inner node of the next level.
     """
     sizes = np.diff(start)
     wide, children = [sizes[:0]], [sizes[:0]]
     path, node = np.flatnonzero(sizes), np.zeros(np.count_nonzero(sizes), np.int64)
     if len(path) < len(sizes) and len(sizes) > 1:
         c = path_class[sizes.argmin()]
-        raise ValueError(f"codes: expected a position or more for each class, got none for {c}")
+        raise ValueError(f"codes: expected at least one position per class, got none for class {c}")
     n_nodes, level = 1, 0
     while len(path):
         position = np.minimum(flat[start[path] + level], MOST_IDS, dtype=np.int64)
         slots = np.zeros(int(node.max()) + 1, np.int64)
         np.maximum.at(slots, node, position + 1)
-        # As many slots as paths at most, or some are empty; a wild position asks for no memory.
+        # With more slots than paths some are empty: checked first, so that an absurd position does
+        # not allocate memory.
         full = int(slots.sum()) <= len(path)
         slot = offsets(slots)[node] + position
         used = np.bincount(slot, minlength=int(slots.sum())) if full else slot[:0]
@@ -167,7 +168,7 @@ def _grown(start: Offsets, flat: Positions, path_class: Integers) -> tuple[Offse
 def _trouble(
     start: Offsets, flat: Positions, path_class: Integers, paths: Integers, level: int
 ) -> str:
-    """What is wrong at some node of a level; all levels above are right."""
+    """The error message for a node of this level that is wrong; all levels above are correct."""
     nodes: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for path in paths.tolist():
         code = flat[start[path] : start[path + 1]].tolist()
@@ -179,7 +180,7 @@ def _trouble(
 def _trouble_at(
     prefix: tuple[int, ...], taken: dict[int, list[int]], start: Offsets, path_class: Integers
 ) -> str:
-    """What is wrong with the children of a node, if anything; their paths by position."""
+    """What is wrong with the children of a node, "" if nothing; ``taken`` has the paths of each."""
     for position, paths in taken.items():
         code = [*prefix, position]
         ended = [path for path in paths if start[path + 1] - start[path] == len(code)]
@@ -187,22 +188,22 @@ def _trouble_at(
             other = next(path for path in paths if path != ended[0])
             one, two = path_class[ended[0]], path_class[other]
             if other in ended:
-                return f"another code for each path, got {code} for classes {one} and {two}"
+                return f"unique codes, got {code} for classes {one} and {two}"
             return (
-                f"no code to begin another, got {code} of class {one}, which begins that of class "
-                f"{two}"
+                f"no code that is a prefix of another, got {code} of class {one}, a prefix of the "
+                f"code of class {two}"
             )
     where = f"{[*prefix]}" if prefix else "the root"
     c = path_class[min(min(paths) for paths in taken.values())]
     if len(taken) == 1:
         return (
-            f"two children or more at each node, got position {next(iter(taken))} alone below "
-            f"{where}, on the way to class {c}"
+            f"at least two children per node, got only position {next(iter(taken))} below {where}, "
+            f"on the path to class {c}"
         )
     gap = next((place for place in range(len(taken)) if place not in taken), None)
     if gap is None:
         return ""
     return (
-        f"positions without a gap, got none of {gap} but {max(taken)} below {where}, on the way to "
+        f"positions without a gap, got no {gap} but {max(taken)} below {where}, on the path to "
         f"class {path_class[min(taken[max(taken)])]}"
     )

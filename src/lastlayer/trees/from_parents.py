@@ -1,4 +1,4 @@
-"""A taxonomy of the user's own."""
+"""A tree from a taxonomy: the parent of each node."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from lastlayer._checks import as_integers
 from lastlayer.trees._arrays import Integers, Offsets, check_unique, offsets
 from lastlayer.trees.tree import Tree
 
-# Of a cycle so many nodes are named.
+# An error message lists at most this many nodes of a cycle.
 _NAMED = 6
 
 
@@ -21,15 +21,15 @@ def from_parents(
 ) -> Tree:
     """A tree from the parent of each node.
 
-    Nodes that are nobody's parent are the classes. Nodes with a single child are contracted, as
-    they decide nothing. Children are in the order in which they are listed.
+    Nodes without children are the classes. A node with a single child is contracted, since it
+    decides nothing. Siblings keep the order in which they are listed.
 
     Args:
         parents: either names, ``{node: parent}``, where the root has the parent None or is not
-            listed itself; or numbers, the parent of node 0, 1, …, where the root has -1.
-        classes: which class is which node: the name or number of the node of class 0, of class 1
-            and so on, all of them. By default classes are numbered as their nodes are listed.
-        labels: one name per class, where nodes are numbers; names are labels already.
+            listed itself; or integers, the parents of node 0, 1, …, where the root has -1.
+        classes: the nodes of class 0, class 1 and so on, by name or number; all nodes without
+            children. By default classes are numbered in the order in which their nodes are listed.
+        labels: one name per class, if nodes are integers; names are the labels otherwise.
 
     Example:
         >>> tree = from_parents(
@@ -55,12 +55,14 @@ def _from_names(
     parents: Mapping[str, str | None], classes: Sequence[str] | None, labels: Sequence[str] | None
 ) -> Tree:
     if labels is not None:
-        raise ValueError("labels: expected None where parents are names, which are the labels")
+        raise ValueError(
+            "labels: expected None if parents are names, got labels; the names are the labels"
+        )
     _check_names(parents)
     names = list(parents)
     number: dict[str | None, int] = {name: v for v, name in enumerate(names)}
     number[None] = -1
-    # The root may be listed as a parent alone.
+    # The root may be listed only as a parent.
     for name in dict.fromkeys(p for p in parents.values() if p not in number):
         number[name] = len(names)
         names.append(str(name))
@@ -100,10 +102,10 @@ def _numbers_of(classes: Any, number: Mapping[str | None, int]) -> Integers:
 def arranged(
     parents: Integers, classes: Integers | None, called: Callable[[int], str]
 ) -> tuple[Offsets, Integers, Integers, Integers]:
-    """Children as in a Tree, the number of each inner node, and the node of each class.
+    """Children as in a Tree, the old number of each inner node, and the node of each class.
 
-    Siblings are in the order of their numbers, and so are all leaves where ``classes`` is None.
-    ``called`` names a node in errors.
+    Siblings are in the order of their numbers, and so are the classes if ``classes`` is None.
+    ``called`` returns the name of a node for errors.
     """
     from lastlayer.trees import _loops
 
@@ -120,10 +122,10 @@ def arranged(
     roots = np.flatnonzero(parents == -1)
     if len(roots) > 1:
         raise ValueError(
-            f"parents: expected one root, got {len(roots)}, among them {called(int(roots[0]))} and "
-            f"{called(int(roots[1]))}; put them below a common parent"
+            f"parents: expected one root, got {len(roots)}, including {called(int(roots[0]))} and "
+            f"{called(int(roots[1]))}; give them a common parent"
         )
-    # Children of the same parent stay in the order of their numbers; roots come first.
+    # Children of the same parent stay in the order of their numbers; roots are first.
     start = offsets(np.bincount(parents + 1, minlength=n + 1)[1:])
     child = np.argsort(parents, kind="stable")[len(roots) :]
     leaf = np.diff(start) == 0
@@ -153,26 +155,26 @@ def _check_classes(classes: Integers, leaf: Any, called: Callable[[int], str]) -
         c = int(inner.argmax())
         raise ValueError(
             f"classes: expected nodes without children, got node {called(int(classes[c]))} for "
-            f"class {c}, which has some; give the class a leaf of its own below that node"
+            f"class {c}, which has children; add a leaf for the class below that node"
         )
     times = np.bincount(classes, minlength=n)
     if (times > 1).any():
         first, second = np.flatnonzero(classes == times.argmax())[:2]
         raise ValueError(
-            f"classes: expected each node once, got node {called(int(times.argmax()))} for classes "
+            f"classes: expected unique nodes, got node {called(int(times.argmax()))} for classes "
             f"{first} and {second}"
         )
     missing = leaf & (times == 0)
     if missing.any():
         raise ValueError(
-            "classes: expected all nodes without children, node "
-            f"{called(int(missing.argmax()))} is missing"
+            "classes: expected all nodes without children, got none for node "
+            f"{called(int(missing.argmax()))}"
         )
 
 
 def _cycle(parents: Integers, called: Callable[[int], str]) -> str:
-    """Some nodes that are above each other."""
-    # Whoever climbs for long enough is in a cycle, or above the root.
+    """The names of nodes in a cycle, joined by arrows."""
+    # Following parents for long enough ends in a cycle or above the root.
     place = np.arange(len(parents))
     up = np.append(parents, -1)
     for _ in range(len(parents).bit_length()):

@@ -1,4 +1,4 @@
-"""The trees with the least expected depth."""
+"""Huffman trees, which have the least expected depth."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from lastlayer.trees.tree import Tree
 
 
 def huffman(counts: Any, arity: int = 2, *, labels: Sequence[str] | None = None) -> Tree:
-    """Huffman's tree: no tree with nodes of ``arity`` children has a smaller expected depth.
+    """Huffman's tree: the least expected depth of all trees with up to ``arity`` children per node.
 
-    All nodes have ``arity`` children, except that a deepest one may have fewer. More frequent
-    children come first, and of equally frequent classes the one with the lower id. A class is
-    merged before an inner node of the same count, which keeps the deepest class as shallow as an
-    optimal tree allows.
+    All nodes have ``arity`` children, except that one of the deepest may have fewer. Children are
+    sorted by frequency, the most frequent first; equally frequent classes by their ids. A class is
+    merged before an inner node of the same count, which makes the deepest class as shallow as
+    possible for an optimal tree.
 
     Args:
         counts: one number per class, at least 0, not all 0.
@@ -24,8 +24,8 @@ def huffman(counts: Any, arity: int = 2, *, labels: Sequence[str] | None = None)
         labels: one name per class.
 
     Reference:
-        David Huffman, A method for the construction of minimum-redundancy codes, 1952. Counts are
-        sorted, and merged with two queues: inner nodes are made in ascending order.
+        David Huffman, A method for the construction of minimum-redundancy codes, 1952. Sorted
+        counts are merged with two queues, since inner nodes are created in ascending order.
 
     Example:
         >>> tree = huffman([64, 20, 10, 6])
@@ -38,7 +38,7 @@ def huffman(counts: Any, arity: int = 2, *, labels: Sequence[str] | None = None)
 
     weights = as_counts(counts)
     arity = check_count("arity", arity, least=2)
-    # Descending among equals, so that reading from the end gives lower ids first.
+    # Ids descend among equal counts: nodes are filled from the end, so lower ids are first there.
     rare_first = np.argsort(-weights, kind="stable")[::-1]
     start, child = _loops.huffman_merge(weights[rare_first], arity)
     leaves = child < 0

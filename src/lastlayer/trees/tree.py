@@ -1,4 +1,4 @@
-"""The value object: inner nodes, their children, and classes as leaves."""
+"""The class ``Tree``: inner nodes, their children, and classes as leaves."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ from lastlayer.trees._arrays import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Entries of all paths together, beyond which they are refused rather than made.
+# If all paths together have more entries than this, an error is raised.
 _MOST_PATH_ENTRIES = 2**31
 _FORMAT, _VERSION = "lastlayer.tree", "1"
 _ARRAYS, _NAMES = ("child_start", "child"), ("labels", "node_labels")
@@ -41,35 +41,36 @@ class EntropyBound(NamedTuple):
     """A lower bound of the expected depth."""
 
     bits: float
-    """For binary trees."""
+    """The bound for binary trees."""
     steps: float
-    """For trees with the ``max_arity`` of this one."""
+    """The bound for trees with the same ``max_arity``."""
 
 
 class Tree:
     """An immutable tree with classes as its leaves.
 
-    A class is reached from the root by choosing one child at every inner node on the way. The
-    choices are the *code* of the class, the nodes and choices together its *path*.
+    A class is reached from the root by choosing one child at every inner node on the way. These
+    choices are the *code* of the class; the nodes and choices together are its *path*.
 
-    Inner nodes are numbered from 0, the root, level by level and from left to right, so that
-    parents come before their children. Every inner node has two children or more. A tree of one
-    class has no inner node.
+    Inner nodes are numbered from 0, the root, level by level and from left to right, so a parent
+    has a lower number than its children. Every inner node has at least two children. A tree with
+    one class has no inner nodes.
 
-    The functions of ``lastlayer.trees`` build trees; this constructor is for arrays that are in
-    that order already, and checks them.
+    Usually one of the functions of ``lastlayer.trees`` builds the tree. This constructor expects
+    arrays that are in the order above already, and checks them.
 
-    All arrays are NumPy's and read-only: ids and positions int32, offsets int64.
-    ``torch.tensor(tree.child)`` makes a tensor of one. Derived arrays are made at first use.
+    All arrays are read-only NumPy arrays: ids and positions are int32, offsets int64.
+    ``torch.tensor(tree.child)`` copies one to a tensor. Derived arrays are computed at first use.
 
     Args:
         child_start: ``(n_inner + 1,)``: the children of node v are
             ``child[child_start[v]:child_start[v + 1]]``.
-        child: all children in order: an inner node where not negative, else the class ``~child``.
+        child: the children of all nodes in order: the id of an inner node if not negative, else
+            ``~class``.
         labels: one unique name per class.
-        node_labels: one name per inner node, for pictures; may be empty strings.
+        node_labels: one name per inner node, for pictures; names may be empty.
         overlap: whether a class may have several leaves. Its probability is then the sum over its
-            paths. Without it, a class with two leaves is an error.
+            paths. If False, a class with two leaves raises an error.
 
     Example:
         >>> from lastlayer import trees
@@ -123,7 +124,8 @@ class Tree:
         raise AttributeError(f"{name}: a Tree cannot be changed; build another one")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By the constructor: pickled arrays would be writable, and hashes differ between processes.
+        # Calls the constructor: unpickled arrays would be writable, and hashes differ between
+        # processes.
         parts = self.child_start, self.child, self.labels, self.node_labels
         return partial(type(self), overlap=self.overlaps), parts
 
@@ -139,12 +141,12 @@ class Tree:
 
     @property
     def n_paths(self) -> int:
-        """Number of leaves, which is ``n_classes``, or more where the tree overlaps."""
+        """The number of leaves: ``n_classes``, or more if the tree overlaps."""
         return len(self._leaf_edge)
 
     @property
     def overlaps(self) -> bool:
-        """Whether some class has several leaves."""
+        """Whether any class has several leaves."""
         return self.n_paths > self.n_classes
 
     @cached_property
@@ -154,7 +156,7 @@ class Tree:
 
     @cached_property
     def max_arity(self) -> int:
-        """The most children that a node has; 0 for a tree of one class."""
+        """The largest number of children of a node; 0 for a tree with one class."""
         return int(self.arity.max(initial=0))
 
     @property
@@ -164,7 +166,7 @@ class Tree:
 
     @cached_property
     def _owner(self) -> Ids:
-        """The inner node that each entry of ``child`` belongs to."""
+        """The parent of each entry of ``child``."""
         return frozen(np.repeat(np.arange(self.n_inner), self.arity), np.int32)
 
     @cached_property
@@ -174,13 +176,13 @@ class Tree:
 
     @cached_property
     def position(self) -> Ids:
-        """The place of each inner node among its siblings, ``(n_inner,)``; -1 for the root."""
+        """The position of each inner node among its siblings, ``(n_inner,)``; -1 for the root."""
         edges = np.flatnonzero(self.child >= 0)
         return _under_root(edges - self.child_start[self._owner[edges]], self.n_inner)
 
     @cached_property
     def node_depth(self) -> Ids:
-        """The number of nodes above each inner node, ``(n_inner,)``; 0 for the root."""
+        """The number of ancestors of each inner node, ``(n_inner,)``; 0 for the root."""
         from lastlayer.trees import _loops
 
         depth = np.ones(self.n_inner, np.int64)
@@ -190,7 +192,7 @@ class Tree:
 
     @cached_property
     def _leaf_edge(self) -> Integers:
-        """The entry of ``child`` that each path ends in, sorted by class."""
+        """The index in ``child`` of the leaf of each path, sorted by class."""
         edges = np.flatnonzero(self.child < 0)
         if not self.n_inner:
             return np.full(1, -1)
@@ -203,13 +205,13 @@ class Tree:
 
     @cached_property
     def path_class(self) -> Ids:
-        """The class that each path leads to, ascending, ``(n_paths,)``."""
+        """The class of each path, ascending, ``(n_paths,)``."""
         classes = ~self.child[self._leaf_edge] if self.n_inner else np.zeros(1)
         return frozen(classes, np.int32)
 
     @cached_property
     def class_start(self) -> Offsets:
-        """``(n_classes + 1,)``: the first path of each class, and last the number of paths."""
+        """``(n_classes + 1,)``: the first path of each class, then the number of paths."""
         return frozen(offsets(np.bincount(self.path_class)), np.int64)
 
     @cached_property
@@ -222,12 +224,12 @@ class Tree:
 
     @property
     def path_node(self) -> Ids:
-        """The inner nodes of each path, the root first."""
+        """The inner nodes of each path, root first; one path after the other."""
         return self._paths[0]
 
     @property
     def path_position(self) -> Ids:
-        """Which child each path takes at its nodes."""
+        """The position of the child that each path takes at its nodes, like ``path_node``."""
         return self._paths[1]
 
     @cached_property
@@ -235,8 +237,8 @@ class Tree:
         total = int(self.path_start[-1])
         if total > _MOST_PATH_ENTRIES:
             raise ValueError(
-                f"the paths of all classes: expected at most {_MOST_PATH_ENTRIES} nodes, got "
-                f"{total} in a tree up to {self.max_depth} deep; tree.collapse(arity) has fewer"
+                f"paths of all classes: expected at most {_MOST_PATH_ENTRIES} nodes, got {total} "
+                f"in a tree of depth {self.max_depth}; tree.collapse(arity) has shorter paths"
             )
         node, position = np.empty(total, np.int32), np.empty(total, np.int32)
         if total:
@@ -249,9 +251,9 @@ class Tree:
 
     @cached_property
     def leaf_rank(self) -> Ids:
-        """The place of each path's leaf from left to right, ``(n_paths,)``.
+        """The rank of each path's leaf from left to right, ``(n_paths,)``.
 
-        Sorted by it, the classes below any node are next to each other.
+        In this order the leaves below any node are contiguous.
         """
         from lastlayer.trees import _loops
 
@@ -260,7 +262,7 @@ class Tree:
         inner = self.child >= 0
         size = np.ones(len(self.child), np.int64)
         size[inner] = self.sums_below(np.ones(self.n_classes))[self.child[inner]]
-        # Leaves to the left of each edge that are below the same node; then those further up.
+        # First the leaves to the left of each edge below the same node, then those further up.
         left = np.cumsum(size) - size
         left -= left[self.child_start[self._owner]]
         before = np.zeros(self.n_inner, np.int64)
@@ -270,7 +272,7 @@ class Tree:
 
     @cached_property
     def class_depth(self) -> Ids:
-        """How many choices lead to each class, ``(n_classes,)``; of several paths the longest."""
+        """The depth of each class, ``(n_classes,)``: the length of its longest path."""
         lengths = np.diff(self.path_start)
         if self.overlaps:
             lengths = np.maximum.reduceat(lengths, self.class_start[:-1])
@@ -278,29 +280,29 @@ class Tree:
 
     @cached_property
     def max_depth(self) -> int:
-        """How many choices lead to the deepest class."""
+        """The depth of the deepest class."""
         return int(self.class_depth.max())
 
     def code(self, c: int | str) -> list[int]:
-        """Which child is taken at each node on the way to a class, the root first.
+        """The position of the child taken at each node on the path to a class, root first.
 
         Args:
-            c: a class, by its id or its label. One with several paths is an error: see
+            c: the id or label of a class. A class with several paths raises an error: see
                 :meth:`codes`.
         """
         codes = self.codes(c)
         if len(codes) > 1:
             raise ValueError(
                 f"c: expected a class with one path, got {c!r} with {len(codes)}; "
-                "tree.codes(c) gives all of them"
+                "tree.codes(c) returns all of them"
             )
         return codes[0]
 
     def codes(self, c: int | str) -> list[list[int]]:
-        """The codes of all paths to a class; one, unless the tree overlaps.
+        """The codes of all paths to a class; exactly one unless the tree overlaps.
 
         Args:
-            c: a class, by its id or its label.
+            c: the id or label of a class.
         """
         number = self._class_id(c)
         first, last = int(self.class_start[number]), int(self.class_start[number + 1])
@@ -318,10 +320,10 @@ class Tree:
         return code[::-1]
 
     def depth(self, c: int | str) -> int:
-        """How many choices lead to a class; of several paths the longest.
+        """The number of choices on the longest path to a class.
 
         Args:
-            c: a class, by its id or its label.
+            c: the id or label of a class.
         """
         return int(self.class_depth[self._class_id(c)])
 
@@ -329,7 +331,7 @@ class Tree:
         """The mean of :meth:`depth` over classes, weighted by their counts.
 
         Args:
-            counts: one number per class; None for equal ones.
+            counts: one number per class; None for equal counts.
         """
         return float(as_shares(counts, self.n_classes) @ self.class_depth)
 
@@ -337,11 +339,11 @@ class Tree:
         """Shannon's lower bound of the expected depth of any tree without overlap.
 
         Args:
-            counts: one number per class; None for equal ones.
+            counts: one number per class; None for equal counts.
 
         Returns:
-            ``bits``, the entropy of the counts, which bounds binary trees, and ``steps``, the same
-            in choices among ``max_arity`` children, which bounds trees as wide as this one.
+            ``bits``, the entropy of the counts in bits, which bounds binary trees, and ``steps``,
+            the entropy to the base ``max_arity``, which bounds trees with the same ``max_arity``.
         """
         shares = as_shares(counts, self.n_classes)
         some = shares[shares > 0]
@@ -349,21 +351,21 @@ class Tree:
         return EntropyBound(bits, bits / np.log2(max(2, self.max_arity)).item())
 
     def step_cost(self, counts: Any, in_features: int) -> float:
-        """Expected multiply-adds of the scores for one row and its class.
+        """Expected number of multiply-adds for the node scores of one row and its target.
 
-        A binary node has one vector, as one score decides it, and a wider one has a vector for
-        each child. Where a class has several paths, the nodes on any of them count once. All
-        classes of a flat layer cost ``n_classes * in_features``.
+        A node with two children has one vector, since one score decides between them; a wider node
+        has one vector per child. If a class has several paths, a node on more than one of them
+        counts once. For comparison, a flat layer costs ``n_classes * in_features``.
 
         Args:
-            counts: one number per class; None for equal ones.
-            in_features: size of a vector.
+            counts: one number per class; None for equal counts.
+            in_features: size of the hidden states.
         """
         check_count("in_features", in_features, least=1)
         return float(as_shares(counts, self.n_classes) @ self._vectors_met()) * in_features
 
     def _vectors_met(self) -> Integers:
-        """How many vectors are scored on the way to each class."""
+        """The number of node vectors that are scored for each class."""
         from lastlayer.trees import _loops
 
         if not self.n_inner:
@@ -379,10 +381,10 @@ class Tree:
         return result
 
     def sums_below(self, values: Any) -> Reals:
-        """For each inner node the sum over the leaves below it, ``(n_inner,)``.
+        """For each inner node the sum of values over the leaves below it, ``(n_inner,)``.
 
         Args:
-            values: one number per class, which each of its leaves has.
+            values: one number per class; a class with several leaves counts once per leaf.
         """
         from lastlayer.trees import _loops
 
@@ -393,15 +395,15 @@ class Tree:
         return total
 
     def collapse(self, arity: int, counts: Any = None) -> "Tree":
-        """The same classes in the same order, in fewer and wider nodes.
+        """A tree with fewer and wider nodes, and the same classes in the same order.
 
-        Each node, from the root down, takes in the inner nodes below it, whose children become its
-        own, while it has no more than ``arity`` children. Without counts it takes in the shallowest
-        first, and with counts the most frequent, which shortens the expected depth the most.
-        No class gets deeper.
+        From the root down, each node absorbs inner nodes below it, whose children become its own,
+        as long as it has at most ``arity`` children. Without counts the shallowest nodes are
+        absorbed first; with counts the most frequent ones, which reduces the expected depth the
+        most. No class gets deeper.
 
         Args:
-            arity: the most children a node may have; at least ``max_arity``.
+            arity: maximum number of children of a node; at least ``max_arity``.
             counts: one number per class.
 
         Example:
@@ -415,8 +417,7 @@ class Tree:
         arity = check_count("arity", arity, least=2)
         if arity < self.max_arity:
             raise ValueError(
-                f"arity: expected at least {self.max_arity}, the most children in the tree, got "
-                f"{arity}"
+                f"arity: expected at least {self.max_arity}, the max_arity of the tree, got {arity}"
             )
         if counts is None:
             rank = self.node_depth.astype(np.float64)
@@ -435,7 +436,7 @@ class Tree:
         """The tree as lines for a terminal.
 
         Args:
-            max_nodes: about how many lines; what does not fit is summed up.
+            max_nodes: approximate number of lines; nodes that do not fit are summarized.
         """
         return _draw.text(self, max_nodes)
 
@@ -443,10 +444,10 @@ class Tree:
         """The tree as a picture, the root on the left. Needs matplotlib.
 
         Args:
-            ax: where to draw; None for a figure of its own, as high as it needs.
-            max_nodes: about how many nodes; of a larger tree the top is drawn, and how many
-                classes each part below it has.
-            counts: one number per class; lines are then as thick as they are frequent.
+            ax: the axes to draw on; None creates a figure of suitable height.
+            max_nodes: approximate number of nodes. Of a larger tree the top is drawn, with the
+                number of classes in each part below it.
+            counts: one number per class; lines are then thicker for more frequent children.
 
         Returns:
             The axes.
@@ -455,15 +456,15 @@ class Tree:
 
     @cached_property
     def digest(self) -> int:
-        """A number of 64 bits that differs between trees, whatever their labels."""
+        """A 64-bit hash of the structure of the tree; labels do not matter."""
         made = _digest(self.child_start.astype("<i8"), self.child.astype("<i8"))
         return int.from_bytes(made, "little", signed=True)
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file with the tree and its labels. Nothing is pickled."""
+        """Write the tree and its labels to one safetensors file. Nothing is pickled."""
         path, safetensors = Path(path), _safetensors()
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"path: expected a file in an existing folder, got {path}")
+            raise FileNotFoundError(f"path: expected a file in a folder that exists, got {path}")
         if path.is_dir():
             raise IsADirectoryError(f"path: expected a file, got the folder {path}")
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _ARRAYS}
@@ -481,7 +482,7 @@ class Tree:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The tree that :meth:`save` wrote, checked as any other."""
+        """Read a tree that :meth:`save` wrote; its arrays are checked as in the constructor."""
         path, safetensors = Path(path), _safetensors()
         if not path.is_file():
             raise FileNotFoundError(f"path: expected a file that Tree.save wrote, got {path}")
@@ -503,7 +504,7 @@ class Tree:
             raise ValueError(f"path: expected the arrays {_ARRAYS}, got {path} without {absent}")
         if metadata.get("digest") not in (None, _digest(*arrays.values()).hex()):
             raise ValueError(
-                f"path: expected a tree as it was saved, got {path}, which was altered"
+                f"path: expected an unchanged file, got {path}, which was altered; save it again"
             )
         try:
             for name in _NAMES:
@@ -515,9 +516,9 @@ class Tree:
     def _class_id(self, c: int | str) -> int:
         if isinstance(c, str):
             if self.labels is None:
-                raise ValueError(f"c: expected a class id, as the tree has no labels, got {c!r}")
+                raise ValueError(f"c: expected a class id, since the tree has no labels, got {c!r}")
             if c not in self._ids:
-                raise ValueError(f"c: expected a label of the tree, got {c!r}, which is none")
+                raise ValueError(f"c: expected a label of the tree, got {c!r}")
             return self._ids[c]
         if isinstance(c, (bool, np.bool_)) or not hasattr(c, "__index__"):
             raise TypeError(f"c: expected a class id or a label, got {type(c).__name__}")

@@ -1,4 +1,4 @@
-"""Trees of two levels: groups, and classes in a group."""
+"""Trees with two levels: groups, and the classes of each group."""
 
 from collections.abc import Sequence
 from math import isqrt
@@ -12,15 +12,15 @@ from lastlayer.trees.tree import Tree
 
 
 def two_level(counts: Any, *, labels: Sequence[str] | None = None) -> Tree:
-    """Groups below the root, and the classes of each group below it.
+    """A tree with two levels: groups below the root, and classes below their group.
 
-    From a number of classes: √n groups of equal size, give or take one, of consecutive classes.
+    From a number of classes: √n groups of consecutive classes, whose sizes differ by at most one.
 
-    From counts: the groups that score the fewest vectors for a row on average. A row scores one
-    vector for each group, and one for each class in the group of its own class. Frequent classes
-    get small groups, the most frequent ones none: they are children of the root. Classes are sorted
-    by their counts, and all ways to cut that list into groups are searched. Classes that never
-    occur cost nothing in that sum: they end up in one group.
+    From counts: the groups with the lowest expected cost. The cost of a row is one vector per group
+    and one per class in the group of its target. Frequent classes get small groups; the most
+    frequent ones are children of the root. Classes are sorted by count, and the optimal partition
+    of the sorted list into groups is found by dynamic programming. Classes with a count of 0 add no
+    cost, so they end up in one group.
 
     Args:
         counts: one number per class, at least 0, not all 0; or the number of classes.
@@ -55,7 +55,7 @@ def _of_groups(sizes: Integers, order: Integers, labels: Sequence[str] | None) -
     first = offsets(sizes)
     alone = sizes == 1
     if alone.all():
-        # Groups of one class are classes: the root alone is left.
+        # Groups of one class are replaced by the class, so only the root is left.
         flat = len(sizes) > 1
         return Tree([0, len(order)] if flat else [0], ~order if flat else [], labels)
     inner = np.cumsum(~alone)

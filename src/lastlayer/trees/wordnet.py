@@ -31,19 +31,19 @@ _HARDLY = 1e-9
 
 @runtime_checkable
 class WordNetReader(Protocol):
-    """What a reader of WordNet, or of another taxonomy of senses, has to answer."""
+    """Interface of a reader of WordNet, or of another taxonomy of word senses."""
 
     def sense(self, word: str) -> Hashable | None:
-        """The sense to take for a word; None where it is not known."""
+        """The synset of a word; None if the word is unknown."""
 
     def above(self, synset: Any) -> Hashable | None:
-        """The sense above one; None at the top."""
+        """The parent of a synset; None at the top."""
 
     def name(self, synset: Any) -> str:
-        """What to call a sense in pictures."""
+        """The name of a synset in pictures."""
 
     def area(self, synset: Any) -> str:
-        """Where a sense with nothing above it belongs, such as "verb.motion"."""
+        """The area of a synset without a parent, such as "verb.motion"."""
 
 
 def wordnet(
@@ -56,39 +56,39 @@ def wordnet(
     reader: str | WordNetReader | None = None,
     seed: int = 0,
 ) -> Tree:
-    """A tree of words by what they mean: the hypernyms of WordNet.
+    """A tree of words by meaning: the hypernyms of WordNet.
 
-    - **Several senses:** the most frequent one. WordNet sorts senses by how often they were met in
-      tagged text; between parts of speech, and between a word and its base forms ("saw", "see"),
-      the first sense that was met the most often is taken, and of equal ones that of the word as
-      it is, then that of a noun before a verb, an adjective and an adverb.
-    - **Above a sense:** its first hypernym, up to the top of the nouns. (nltk sorts hypernyms, so
-      that its first one may be another.) Verbs have many tops, which are put together by
-      lexicographer file, such as "verb.motion". An adjective is below the one that it clusters
-      around. Where hypernyms form a cycle, it is cut.
-    - **A word with others below it**, such as "dog" with "poodle", is a leaf of its own beside
-      them. So are words of one sense.
-    - **Words that WordNet lacks** are a part of the tree of their own below the root: Huffman's
-      tree over their counts, or a balanced one without counts.
-    - **A node with one child** is contracted. With ``binary``, a node with many gets a small binary
-      tree over them, by clustering where there are vectors, and otherwise Huffman's.
+    - **Words with several senses** take the most frequent one. WordNet sorts senses by their
+      frequency in tagged text. Of the first senses of all parts of speech, of the word and of its
+      base forms ("saw", "see"), the most frequent is taken; of equally frequent ones that of the
+      unchanged word; then nouns before verbs, adjectives and adverbs.
+    - **The parent of a sense** is its first hypernym, up to the root of the nouns. (nltk sorts
+      hypernyms, so its first one may differ.) Verbs have many roots, which are grouped by
+      lexicographer file, such as "verb.motion". A satellite adjective is below the adjective that
+      it is similar to. Cycles of hypernyms are cut.
+    - **A word that is a hypernym of others**, such as "dog" of "poodle", is a leaf next to them.
+      Words with the same sense are leaves below a common node.
+    - **Words that WordNet lacks** form a separate subtree below the root: a Huffman tree of their
+      counts, or a balanced tree if there are no counts.
+    - **A node with one child** is contracted. With ``binary``, a node with more than two gets a
+      small binary tree over them: by clustering if ``vectors`` are given, otherwise Huffman's.
 
     Args:
-        words: the classes, each another word. Case does not matter, and a space is as good as an
-            underscore.
+        words: the classes, unique words. Case does not matter; spaces and underscores are
+            equivalent.
         counts: one number per word.
-        vectors: ``(n_words, d)``, floating, to cluster the children of a node by the mean of what
-            is below each.
-        binary: whether nodes have two children, or as many as WordNet gives.
+        vectors: ``(n_words, d)``, floating. Children of a node are clustered by the mean vector of
+            the words below each.
+        binary: whether all nodes get two children; if False they have as many as in WordNet.
         path: the folder with WordNet's dictionary files, ``index.noun`` and so on.
-        reader: "files" for these files, "nltk" or "wn" for the packages, or an object with the
-            methods of :class:`WordNetReader`. By default the files, where they are in the
-            folder that ``path``, the variables WNSEARCHDIR or WNHOME (its ``dict``) name, or in
-            /usr/share/wordnet; and otherwise nltk, and then wn, whichever is installed.
-        seed: for the clusters of vectors.
+        reader: "files" for the dictionary files, "nltk" or "wn" for these packages, or an object
+            with the methods of :class:`WordNetReader`. By default the dictionary files in ``path``,
+            in the environment variable WNSEARCHDIR, in ``dict`` below WNHOME, or in
+            /usr/share/wordnet; if there are none, the package nltk, or else wn.
+        seed: random seed of the clustering.
 
     Returns:
-        A tree with the words as labels, and inner nodes called after the first word of a synset.
+        A tree with the words as labels; inner nodes are named after the first word of their synset.
 
     Reference:
         Frederic Morin and Yoshua Bengio, Hierarchical probabilistic neural network language
@@ -102,9 +102,9 @@ def wordnet(
     seed = check_count("seed", seed, least=0)
     x = None if vectors is None else as_vectors("vectors", vectors, normalize=False)
     if x is not None and len(x) != n:
-        raise ValueError(f"vectors: expected {n}, one for each word, got {len(x)}")
+        raise ValueError(f"vectors: expected one vector per word ({n}), got {len(x)}")
     if x is not None and not binary:
-        raise ValueError("vectors: expected None with binary=False, which clusters nothing")
+        raise ValueError("vectors: expected None with binary=False, got vectors; give binary=True")
     parents, names, leaves = _gathered(labels, weights, _reader(reader, path))
     start, child, origin, _ = arranged(parents, leaves, lambda v: names[v])
     called = [names[v] for v in origin]
@@ -130,9 +130,8 @@ def _reader(reader: str | WordNetReader | None, path: str | Path | None) -> Word
         if reader is None and find_spec("wn") is not None:
             return Wn()
         raise FileNotFoundError(
-            "path: expected WordNet's dictionary files, got no path, and found neither files in "
-            "the usual folders nor the packages nltk and wn; install Debian's wordnet-base, or "
-            "give path="
+            "path: expected WordNet's dictionary files, got no path, and neither the usual folders "
+            "nor the packages nltk and wn were found; install Debian's wordnet-base, or give path="
         )
     if isinstance(reader, str):
         return Nltk() if reader == "nltk" else Wn()
@@ -145,7 +144,7 @@ def _reader(reader: str | WordNetReader | None, path: str | Path | None) -> Word
 
 
 class _Gathering:
-    """Nodes with their parents and names, as they are met."""
+    """Collects nodes with their parents and names."""
 
     def __init__(self) -> None:
         self.parents, self.names = [-1], [""]
@@ -157,7 +156,7 @@ class _Gathering:
         return len(self.names) - 1
 
     def area(self, area: str) -> int:
-        """The node of an area such as "verb.motion", below that of "verb"."""
+        """The node of an area such as "verb.motion", below the node of "verb"."""
         node = 0
         whole, dot, _ = area.partition(".")
         for name in (whole, area) if dot else (whole,):
@@ -168,14 +167,14 @@ class _Gathering:
         return node
 
     def synset(self, synset: Hashable, reader: WordNetReader) -> int:
-        """The node of a synset; those above it are added first."""
+        """The node of a synset; its ancestors are added first."""
         chain, met = [], set()
         above: Hashable | None = synset
         while above is not None and ("synset", above) not in self.known and above not in met:
             chain.append(above)
             met.add(above)
             above = reader.above(above)
-        # One that was met before is above itself: the cycle is cut there.
+        # A synset that was visited before is its own ancestor: the cycle is cut there.
         if above is None or above in met:
             node = self.area(reader.area(chain[-1]))
         else:
@@ -200,7 +199,7 @@ def _gathered(
             leaves[c] = nodes.add(nodes.synset(synset, reader), word)
     if unknown:
         some = None if counts is None else counts[unknown]
-        # Without one that ever occurs, counts say nothing.
+        # If all counts are 0 they are ignored.
         tree = balanced(len(unknown)) if some is None or not some.any() else huffman(some)
         inner = [nodes.add(0, _UNKNOWN)]
         for parent in tree.parent[1:].tolist():
@@ -214,15 +213,15 @@ def _gathered(
 def _of_children(
     tree: Tree, weights: Reals, vectors: NDArray[np.float32] | None
 ) -> tuple[Reals, NDArray[np.float32] | None]:
-    """The weight of each child of each node, and the mean vector below it."""
+    """The total weight and the mean vector of the classes below each entry of ``tree.child``."""
 
     def below(per_class: Reals) -> Reals:
-        # Inner nodes, and then the classes from the last to the first: ~c is c from the end.
+        # Inner nodes, then classes in reverse, since ~c indexes class c from the end.
         return np.concatenate([tree.sums_below(per_class), per_class[::-1]])[tree.child]
 
     if vectors is None:
         return below(weights), None
-    # Words that never occur have a mean as well, and hardly move that of others.
+    # With a tiny weight, words with a count of 0 have a mean too, and hardly change that of others.
     some = weights + _HARDLY * weights.max()
     means = np.stack([below(some * column) for column in vectors.T], 1) / below(some)[:, None]
     return below(weights), means.astype(np.float32)
@@ -231,10 +230,10 @@ def _of_children(
 def _make_binary(
     start: Offsets, child: Integers, mass: Reals, vectors: NDArray[np.float32] | None, seed: int
 ) -> tuple[Offsets, Integers, Integers]:
-    """A small tree over the children of each node that has more than two, by mass or vectors.
+    """A small binary tree over the children of each wide node, by mass or by vectors.
 
-    Returns the new ``start`` and ``child``, level by level, and for each new node which one it was:
-    -1 for a node that is new.
+    Returns the new ``start`` and ``child``, level by level, and the old id of each node, -1 for a
+    node that is new.
     """
     from lastlayer.trees import _loops
 
@@ -249,7 +248,7 @@ def _make_binary(
         _, forest = grow(vectors[edges], mass[edges], offsets(sizes), how, lambda _: None)
         roots = np.arange(len(wide))
     n = len(start) - 1
-    # Each wide node gets the root of its small tree as a single child, and is contracted with it.
+    # Each wide node gets the root of its small tree as its only child, and is then contracted.
     forest = np.where(forest >= 0, forest + n, child[edges[~np.minimum(forest, -1)]])
     narrow = np.diff(start) <= 2
     below = np.where(narrow, np.diff(start), 1)
