@@ -372,7 +372,7 @@ def wrong(rank: int, processes: int, folder: Path) -> None:
     other = hidden.clone()
     other[0, 0] = torch.nan if rank == 1 else 0.0
     for given, words in (
-        ((other, target), "hidden: expected finite numbers in every process, got others in rank 1"),
+        ((other, target), "hidden: expected finite numbers in every process, got inf or NaN in"),
         ((hidden, (target + rank) % N_CLASSES), "target: expected the same targets"),
     ):
         with lastlayer.debug(), refused(ValueError, words):
