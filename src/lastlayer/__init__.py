@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         zlpr_probability,
     )
 
-    # From the modules themselves: beside them type checkers take maps.entmax for the module.
+    # Imported from the modules themselves: type checkers would take maps.entmax for the module.
     from lastlayer.maps.entmax import Entmax, entmax
     from lastlayer.maps.sparsemax import Sparsemax, sparsemax
     from lastlayer.maps.support import Support, entmax_support
@@ -46,14 +46,14 @@ try:
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
-# Names are imported at first use, so that `lastlayer --help` does not wait for torch. What is not
-# named here comes from lastlayer.losses.
+# Names are imported at first use, so that `lastlayer --help` does not wait for torch. Names that
+# are not listed here are from lastlayer.losses.
 _MAPS = (
     "Entmax", "Sparsemax", "Support", "TopKSoftmax", "entmax", "entmax_support", "sparsemax",
     "topk_softmax",
 )  # fmt: skip
 _HOME = {"debug": "lastlayer._torch", **dict.fromkeys(_MAPS, "lastlayer.maps")}
-# Packages with public names of their own: lastlayer.heads.EntmaxHead is not lastlayer.Entmax.
+# Subpackages whose names are not exported at the top level, such as lastlayer.heads.EntmaxHead.
 _PACKAGES = ("attention", "fused", "heads", "optim", "parallel", "samplers", "trees", "vectors")
 
 __all__ = [

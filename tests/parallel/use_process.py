@@ -344,7 +344,7 @@ def wrong(rank: int, processes: int, folder: Path) -> None:
     plane = init_device_mesh("cpu", (1, processes), mesh_dim_names=("data", "classes"))
     with refused(ValueError, "mesh: expected one dimension", "classes"):
         parallel.ClassParallel(head, plane)
-    with refused(TypeError, "head: expected one with a vector per class, got GlobalPointer"):
+    with refused(TypeError, "head: expected a head with one vector per class", "GlobalPointer"):
         parallel.ClassParallel(_pointer(), mesh)
     with refused(ValueError, "weight_grad: expected None"):
         weight = module.head.weight
@@ -353,7 +353,7 @@ def wrong(rank: int, processes: int, folder: Path) -> None:
 
     for placement in (Replicate(), Shard(1)):
         weight = distribute_tensor(torch.randn(N_CLASSES, WIDTH), mesh, [placement])
-        with refused(ValueError, "weight: expected a DTensor whose rows are spread", "full_tensor"):
+        with refused(ValueError, "weight: expected a DTensor with its rows", "full_tensor"):
             fused.linear_cross_entropy(hidden, weight, target)
     with refused(TypeError, "process_group: expected a torch.distributed.ProcessGroup"):
         fused.linear_cross_entropy(hidden, torch.randn(4, WIDTH), target, process_group="all")
