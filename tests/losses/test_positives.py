@@ -110,7 +110,7 @@ IDS = torch.tensor([[0, 1], [2, -100]])
     ("kind", "message", "positives", "options"),
     [
         (TypeError, "positives: expected a torch.Tensor, got list", [[1]], {}),
-        (TypeError, r"positives: .*float32; dense labels.*zlpr_loss", IDS.float(), {}),
+        (TypeError, r"positives: .*float32; pass dense labels.*zlpr_loss", IDS.float(), {}),
         (TypeError, r"positives: expected integer class ids, got torch.bool", IDS > 0, {}),
         (ValueError, r"positives: expected shape \(2, m\)", IDS.t()[:1], {}),
         (ValueError, "positives: .* from 0 to 3, .*-100.* got 4", IDS + 2, {}),
