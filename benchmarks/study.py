@@ -45,9 +45,9 @@ _OPENING = """\
 
 The lab trained every head on real data with three seeds, until validation had almost stopped
 improving; each part says whether the runs converged. Backbone, batches and number of steps are the
-same for all heads. The learning rate of each head is the best on validation data in short runs. Test
-results are those of the best checkpoint on validation data. Means over seeds have 95% confidence
-intervals in parentheses. All parts but the first are small enough for a CPU.
+same for all heads. The learning rate of each head is the best on validation data in short runs.
+Test results are those of the best checkpoint on validation data. Means over seeds have 95%
+confidence intervals in parentheses. All parts but the first are small enough for a CPU.
 """
 _AGAIN = """\
 ## How to run it again
@@ -58,10 +58,10 @@ python -m benchmarks page    # generates this page from the saved results
 ```
 
 `NAME` is `wikitext2`, `wikitext2-part`, `cooking-first-tag`, `cooking` or `start`. Stop it with
-Ctrl-C and run the same command to resume. `DATA` is a folder with `wikitext2/` (the train, valid and
-test files of WikiText-2), `cooking.txt` (the questions of fastText's tutorial, one per line after
-their `__label__` tags) and `cooking-first-tag.txt` (the same with only the first tag of each line).
-Settings, results and curves are saved in `benchmarks/results/study`.
+Ctrl-C and run the same command to resume. `DATA` is a folder with `wikitext2/` (the train, valid
+and test files of WikiText-2), `cooking.txt` (the questions of fastText's tutorial, one per line
+after their `__label__` tags) and `cooking-first-tag.txt` (the same with only the first tag of each
+line). Settings, results and curves are saved in `benchmarks/results/study`.
 """
 _NOT_YET = """\
 All heads on WikiText-2 with its 33,278 words need a GPU. This comparison
@@ -106,7 +106,7 @@ STUDIES = {
             vocab_size=10_000, limit=300_000, threads=1)),
     "cooking-first-tag": Study(
         "cooking-first-tag.txt", "Classification: the first tag of a question",
-        "15,404 titles of questions about cooking; the class is the first of its tags (533 classes).",
+        "15,404 titles of questions about cooking; the class is the first tag (533 classes).",
         CompareOptions(heads=_NORMALISED, task="classification", budget="10epochs")),
     "cooking": Study(
         "cooking.txt", "Multi-label: all tags of the same questions",
@@ -115,8 +115,8 @@ STUDIES = {
     "start": Study(
         "wikitext2", "Initialising biases to the class frequencies",
         "A language model on the first 200,000 tokens of WikiText-2 with its 8,000 most frequent "
-        "words. The lab initialises the biases of all heads to the class frequencies; `ColdSoftmax` is "
-        "the full softmax with random biases.",
+        "words. The lab initialises the biases of all heads to the class frequencies; "
+        "`ColdSoftmax` is the full softmax with random biases.",
         CompareOptions(
             heads=("full", "benchmarks.study:ColdSoftmax"), task="lm", budget="6epochs", batch=16,
             length=32, width=64, vocab_size=8_000, limit=200_000)),
@@ -224,7 +224,7 @@ def _section(study: Study, results: Results, picture: str) -> list[str]:
         " ".join([_maturity(results), *(findings[:1] if busy else findings)]) + "\n",
         *([_lead(results)] if len(results.ranked) == 2 and metric.log else []),
         tables.markdown_table(results, columns),
-        *(["Times are left out, because other programs ran on the machine at the same time.\n"] * busy),
+        *(["Times are left out: other programs ran on the machine at the same time.\n"] * busy),
     ]  # fmt: skip
 
 
