@@ -17,8 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where a result of ours is wrong or slower than allowed, or 2 where the command
-        could not be run as asked.
+        0; 1 if one of our results is wrong or slower than allowed; 2 for invalid arguments.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -39,39 +38,39 @@ def _parser() -> argparse.ArgumentParser:
         return made.add_argument
 
     for family in FAMILIES:
-        option = add(family, _measure, f"verify the {family} family, then time it beside its peers")
+        option = add(family, _measure, f"verify the {family} family, then time it and its peers")
         option("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
         option("--quick", action="store_true", help="few and small shapes")
-        option("--only", default="", metavar="TEXT", help="cases whose title has this")
+        option("--only", default="", metavar="TEXT", help="cases whose title contains this")
         option("--no-peers", action="store_true", help="leave other packages out")
         option("--json", type=Path, metavar="FILE", help="append records as JSON lines")
         option("--plot", type=Path, metavar="FILE", help="draw the results as a PNG")
-        option("--commit", help="of the source, where git cannot say")
-        option("--seconds", type=float, help="that all cases share, verification included")
-    option = add("study", _study, "train every head on real data until it has converged")
+        option("--commit", help="commit of the source, if git is not available")
+        option("--seconds", type=float, help="time budget of all cases, verification included")
+    option = add("study", _study, "train every head on real data to convergence")
     option("name", help="wikitext2, wikitext2-part, cooking-first-tag, cooking or start")
     option("data", type=Path, help="folder with wikitext2/, cooking.txt and cooking-first-tag.txt")
-    option("--out", type=Path, required=True, help="folder of the comparison, which is resumed")
-    option("--json", type=Path, default=RESULTS / "study", help="folder of what is kept of it")
-    option = add("vectors", _vectors, "train word vectors beside gensim: speed and quality")
+    option("--out", type=Path, required=True, help="folder of the comparison; a run is resumed")
+    option("--json", type=Path, default=RESULTS / "study", help="folder of the saved results")
+    option = add("vectors", _vectors, "train word vectors, ours and gensim's: speed and quality")
     option("data", type=Path, help="folder with wikitext2/, brown/ and wordeval/")
-    option("--only", default="", metavar="TEXT", help="cases whose title has this")
+    option("--only", default="", metavar="TEXT", help="cases whose title contains this")
     option("--quick", action="store_true", help="a twentieth of the text, one epoch")
-    option("--threads", type=int, default=1, help="of both (1)")
-    option("--seeds", type=int, default=3, help="runs of each (3)")
+    option("--threads", type=int, default=1, help="number of threads of both (1)")
+    option("--seeds", type=int, default=3, help="number of runs of each (3)")
     option("--json", type=Path, metavar="FILE", help="append a JSON line per case")
-    option("--commit", help="of the source, where git cannot say")
-    option = add("parallel", _parallel, "classes over processes: two beside one, and a mesh of one")
+    option("--commit", help="commit of the source, if git is not available")
+    option = add("parallel", _parallel, "class-parallel heads: two processes vs one, mesh of one")
     option("--json", type=Path, metavar="FILE", help="append a JSON line per figure")
-    option("--commit", help="of the source, where git cannot say")
-    add("page", _page, "make pages of docs/ and their pictures from what was recorded")
+    option("--commit", help="commit of the source, if git is not available")
+    add("page", _page, "generate pages of docs/ and their figures from the records")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
     option("--markdown", action="store_true", help="print a Markdown table")
-    option("--commit", help="of the source, where git cannot say")
-    option = add("diff", _diff, "compare records of two runs, the worst ratio first")
+    option("--commit", help="commit of the source, if git is not available")
+    option = add("diff", _diff, "compare the records of two runs, worst ratio first")
     option("old", type=Path, help="a file of records, or a folder of such files")
-    option("new", type=Path, help="the same")
+    option("new", type=Path, help="a file or folder of records to compare with it")
     option("--limit", type=float, default=1.03, help="slowest accepted ratio (1.03)")
     option("--all", action="store_true", help="list peers too")
     return parser
@@ -132,7 +131,7 @@ def _check_file(option: str, path: Path | None) -> None:
     if path is not None and path.is_dir():
         raise ValueError(f"{option}: expected a file, got the folder '{path}'; add a file name")
     if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"{option}: the folder of '{path}' does not exist; make it first")
+        raise ValueError(f"{option}: the folder of '{path}' does not exist; create it first")
 
 
 def _page(_: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Attention with sparse weights beside torch's softmax attention and AdaSplash."""
+"""Attention with sparse weights, compared with torch's softmax attention and AdaSplash."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,29 +14,29 @@ from benchmarks.record import OURS
 from lastlayer import entmax
 from lastlayer.attention import sparse_attention
 
-# Queries and keys of a block that may be empty; queries of a head whose results are verified.
+# Queries and keys per block; number of queries per head whose results are verified.
 BLOCK, VERIFIED = 64, 8
-# The first AdaSplash takes ten times as long as others do; this is far enough to see it.
+# AdaSplash 1 takes ten times as long as the others, so longer texts are left out.
 LONGEST_FIRST = 4096
 ALPHAS = {"softmax": 1.0, "entmax 1.5": 1.5, "sparsemax": 2.0, "entmax 1.3": 1.3}
-# Where weights are to lie in few blocks: how many groups of keys there are, and the scores of those
-# that a query sees.
+# For sparse blocks: number of groups of keys, and the score of keys that a query attends to.
 GROUPS, GAIN = 20, 8.0
 
 NOTES = f"""\
-- A shape is length × heads × size of a head, one text; queries, keys and values are N(0, 1).
-  forward+backward gives the gradients of all three.
-- *Blocks* says how many of the {BLOCK} × {BLOCK} blocks of weights are meant to be empty: the keys
-  of a block have one of {GROUPS} orthogonal directions, and the queries of a block have a score of
-  about {GAIN:g} with the keys of some directions and about 0 with the others. *Random* has none.
-- Verified: outputs and gradients of {VERIFIED} queries of each head, against all their weights in
-  float64.
+- A shape is sequence length × heads × head size, with batch size 1; queries, keys and values are
+  N(0, 1). forward+backward computes the gradients of all three.
+- *Blocks* is the share of {BLOCK} × {BLOCK} blocks of weights that are constructed to be empty: the
+  keys of a block have one of {GROUPS} orthogonal directions, and the queries of a block have a
+  score of about {GAIN:g} with the keys of some directions and about 0 with the others. *Random*
+  scores have no such blocks.
+- Verified: outputs and gradients of {VERIFIED} queries of each head, against float64 with all of
+  their weights.
 - torch's attention is softmax, another function of the same shape.
 """
 
 
 class Size(NamedTuple):
-    """Length, heads and size of a head."""
+    """Sequence length, number of heads, and head size."""
 
     length: int
     heads: int
@@ -62,12 +62,12 @@ def draw(size: Size, empty: float | None, dtype: torch.dtype, device: Any, seed:
     )
     if empty is not None:
         blocks = -(-size.length // BLOCK)
-        # Directions without a part in each other: a query of some groups has no score elsewhere.
+        # Orthogonal directions: a query of some groups has a score of about 0 with all others.
         square = torch.randn(size.heads, size.size, size.size, generator=generator, device=device)
         centres = torch.linalg.qr(square).Q[:, :GROUPS]
         order = torch.rand(2, size.heads, blocks, GROUPS, generator=generator, device=device)
         group = order[0].argmax(-1)
-        # A block of queries always sees its own.
+        # A block of queries always attends to its own group of keys.
         order[1].scatter_(-1, group.unsqueeze(-1), 2.0)
         chosen = order[1].argsort(-1, descending=True)[..., : round((1 - empty) * GROUPS)]
         wide = torch.stack([centres[head][chosen[head]].sum(1) for head in range(size.heads)])
@@ -83,7 +83,7 @@ def _rows(length: int, device: Any) -> Tensor:
 
 
 def exact(computes: str, inputs: Inputs, causal: bool) -> Results:
-    """Outputs and gradients of some queries, from all their weights."""
+    """Outputs and gradients of some queries in float64, with all of their weights."""
     query, key, value, upstream = (each.double() for each in inputs)
     rows = _rows(query.shape[2], query.device)
     some = query[:, :, rows].requires_grad_()
@@ -112,7 +112,7 @@ def _work(function: Callable[[Tensor, Tensor, Tensor], Any]) -> Work:
 
 def _of_adasplash(version: int, causal: bool) -> Work:
     function = driver.peer("adasplash", "adasplash", f"adasplash_v{version}")
-    # The second is causal and has no other alpha.
+    # Version 2 is always causal and supports only alpha 1.5.
     return _work(partial(function, is_causal=causal) if version == 1 else function)
 
 
@@ -151,7 +151,7 @@ def _cases(device: torch.device, quick: bool) -> list[Case]:
         for size in sizes
         for section, empty in SECTIONS.items()
         for causal in (False, True)
-        # Not causal on a GPU: at two lengths.
+        # On a GPU, non-causal attention is measured at two lengths only.
         if causal or not on_gpu or (size.length in (4096, 32768) and empty != 0.6)
     ]
 

@@ -25,7 +25,7 @@ SHAPES: dict[tuple[str, bool], dict[str, list[tuple[int, int]]]] = {
     ("cpu", True): {SYMMETRIC: [(512, 64)], ONE_WAY: [(512, 64)]},
 }
 TEMPERATURE = 0.07
-# How far the vectors of a pair are from what they have in common.
+# Standard deviation of the vectors of a pair around their common mean.
 SPREAD = 1.5
 MADE = (
     f"query and key = c + {SPREAD:g}·N(0, 1) with c ~ N(0, 1) for each pair, temperature "
@@ -35,11 +35,11 @@ MADE = (
 _TOLERANCES = {"float32": {"temperature": 1e-4}, "bfloat16": {"temperature": 1e-2}}
 
 NOTES = f"""\
-- A shape is pairs × size of their vectors. A time is of forward and backward together, with the
-  gradients of queries, keys and the temperature. Inputs: {MADE}.
+- A shape is pairs × vector size. Times are of forward + backward, with the gradients of queries,
+  keys and the temperature. Inputs: {MADE}.
 - Verified: the loss and all gradients of the whole batch, against float64.
 - TFLOP/s are 6·pairs²·width over the time, the three products of a loss with stored similarities,
-  whatever a method does.
+  for every method.
 - torch eager is `cross_entropy` on all cosines over the temperature (symmetric: on their transpose
   too); compiled is `torch.compile` of the same. A method whose similarities would not fit in memory
   is left out.
@@ -83,11 +83,11 @@ def _open_clip() -> Call:
 
 
 def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
-    """The baseline, ours, then the others."""
+    """The baseline and the other methods."""
     symmetric, dtype = section == SYMMETRIC, driver.USUAL_DTYPE[device]
     scores, itemsize = shape[0] * shape[0], driver.DTYPES[dtype].itemsize
     plain = _both_ways if symmetric else _one_way
-    # Held at once: the similarities, and for each direction what its softmax leaves.
+    # Peak memory: the similarities, and the saved tensors of the softmax of each direction.
     held = scores * (4 + 2 * (3 if symmetric else 2) * itemsize)
 
     def made(name: str, source: str, load: Any, scratch: int = 0) -> Method:
@@ -104,13 +104,13 @@ def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) 
     else:
         other = made("info_nce", "info-nce-pytorch", _info_nce_pytorch, held)
     if device == "cpu":
-        # Compiling takes longer than all of a quick run.
+        # Compiling takes longer than a whole quick run.
         return [eager, *mine, *([] if quick else [compiled]), other]
     return [compiled, *mine, eager, other]
 
 
 def reference(section: str, inputs: Inputs) -> Results:
-    """The mean loss with its gradients; symmetric is the mean of the two directions."""
+    """The mean loss and its gradients; symmetric is the mean of both directions."""
     query, key, temperature = leaves = driver.in_float64(*inputs)
     ways = [(query, key), (key, query)] if section == SYMMETRIC else [(query, key)]
     pairs = len(query)
@@ -128,7 +128,7 @@ def _case(section: str, shape: tuple[int, int], device: str, quick: bool) -> Cas
     dtype = driver.USUAL_DTYPE[device]
 
     def draw(on: torch.device, seed: int) -> Inputs:
-        """Pairs that are closer to each other than to the rest."""
+        """Pairs whose vectors are more similar to each other than to all others."""
         generator = torch.Generator(on).manual_seed(seed)
         common = driver.normal(shape, generator)
         query, key = (

@@ -1,8 +1,8 @@
-"""What all families share: verify each method against float64, then time it beside the others.
+"""Verifies and times the methods of all families.
 
-A family lists :class:`Case` objects. The driver draws the inputs of a case, calls each method,
+A family lists :class:`Case` objects. For each case the driver draws the inputs, calls each method,
 compares its results with the float64 reference, measures its peak memory, times all methods in
-turn, replays what a CUDA graph can hold, and writes one record per method.
+turn, replays the calls that a CUDA graph can capture, and writes one record per method.
 """
 
 import importlib
@@ -30,44 +30,44 @@ Results = dict[str, Tensor]
 
 FORWARD, BACKWARD = "forward", "forward+backward"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# What a family is measured in where it does not say otherwise.
+# Default dtype of a family.
 USUAL_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
-# Largest accepted distance to the reference: relative, in norm where a result has many entries.
+# Largest accepted errors: relative, and in norm for results with many entries.
 TOLERANCES = {
     "loss": {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-3},
     "gradient": {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2},
-    # Absolute: entries of probabilities, and what rows of them sum to.
+    # Absolute: entries of probabilities, and their row sums.
     "entries": {"float64": 1e-12, "float32": 1e-6, "bfloat16": 4e-3},
     "sums": {"float64": 1e-12, "float32": 1e-6, "bfloat16": 4e-3},
 }
-# Inputs are rotated among so many bytes of them, at most so many sets, so that no cache holds them.
+# Total bytes and largest number of rotated input sets, so that inputs do not stay in a cache.
 _ROTATED = {"cuda": (2**28, 8), "cpu": (2**25, 64)}
 _REPLAYED_SETS = 4
-# Samples of each method where cases share a time.
+# Samples of each method if cases share a time budget.
 _FEWEST = 3
-# Numbers that are compared at a time.
+# Entries per chunk of a comparison.
 _COMPARED = 1 << 26
-# Far from the seeds of other cases, which follow each other.
+# Larger than the number of cases, whose seeds are consecutive.
 _SEED_STEP = 2**20
-# Sources that are no peers: what is compared with them builds on them.
+# Sources that are not peers: --no-peers keeps them.
 _AT_HAND = (OURS, "torch", "transformers")
 PEERS_COMMAND = 'pip install "lastlayer[peers]"'
 
-# Titles that an error lists.
+# Number of titles that an error lists.
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a method loads, where there is more to say than what is called.
+    """How to call a method, if it is more than a function.
 
     Attributes:
-        call: what is timed: takes the inputs of the case and returns results.
-        captured: the same for a CUDA graph, where gradients must not be accumulated.
-        replayed: whether a CUDA graph of it may be captured.
-        verified: the same for the verification, where it is not what is timed.
-        errors: distances of results to the reference, where the case has none for this method.
-        facts: fields of the record, from results.
+        call: the timed call, from the inputs of the case to results.
+        captured: the call for a CUDA graph, if it must differ, since gradients may not accumulate.
+        verified: the call for the verification, if it differs from the timed call.
+        errors: computes the errors of results, if the reference of the case does not apply.
+        facts: additional fields of the record, from results.
+        replayed: whether to capture and replay a CUDA graph.
     """
 
     call: Call
@@ -83,14 +83,14 @@ class Method:
     """One implementation of one function.
 
     Attributes:
-        name: what tables call it.
-        source: the distribution it comes from: ``"lastlayer"``, ``"torch"`` or a peer's.
-        load: gives work, or a function from the inputs of the case to a loss; raises
-            :class:`PeerMissing` where the peer is not installed.
-        computes: the function it computes, where that is not its name.
-        scratch: bytes that it needs beyond its inputs, where that may be too much.
-        bytes: the fewest it must read and write, where that is not what the case says.
-        tolerances: by the name of a result, where they are not the usual ones.
+        name: name in tables.
+        source: the distribution it is from: ``"lastlayer"``, ``"torch"`` or a peer's.
+        load: returns a :class:`Work`, or a function from the inputs of the case to a loss; raises
+            :class:`PeerMissing` if the peer is not installed.
+        computes: the function it computes, if that is not its name.
+        scratch: bytes that it needs beyond its inputs, if that may be too much.
+        bytes: the fewest bytes it must read and write, if they differ from those of the case.
+        tolerances: tolerances that differ from the default, by the name of the result.
     """
 
     name: str
@@ -117,17 +117,17 @@ class Case:
     """These methods on one size of input.
 
     Attributes:
-        draw: fresh inputs from a device and a seed.
-        gradients: names of the inputs that get gradients, from the first; without any, losses are
-            called without gradients.
-        reference: float64 results from the function that is computed and the inputs; those of the
-            first method, such as plain torch code, where there is no other. An entry ``"support"``
-            counts the classes of each row that have a probability.
-        compare: distances of results to the reference, by name, where they are not relative.
+        draw: draws new inputs, from a device and a seed.
+        gradients: names of the first inputs, which get gradients; without any, losses are called
+            without gradients.
+        reference: computes float64 results from the name of the function and the inputs; by default
+            they are those of the first method, such as plain torch code. An entry ``"support"`` has
+            the number of classes in the support of each row.
+        compare: computes errors of results by name, if they are not relative errors.
         baseline: whether times are divided by that of the first method.
         flop: operations that the problem needs, or ``bytes`` that it must read and write.
         results_count: whether results are part of the peak memory.
-        facts: further fields of the records.
+        facts: additional fields of the records.
     """
 
     section: str
@@ -152,7 +152,7 @@ class Case:
         return record.title(self.section, self.shape, self.dtype, self.direction, scale, scores)
 
     def work(self, method: Method) -> Work:
-        """What is called of a method."""
+        """How to call a method on this case."""
         loaded = method.load()
         if isinstance(loaded, Work):
             return loaded
@@ -162,12 +162,12 @@ class Case:
         return Work(lambda *inputs: {"loss": forward(*inputs)})
 
     def leaves(self, inputs: Inputs) -> Inputs:
-        """The inputs, detached, of which the first get gradients."""
+        """The inputs, detached; those in ``gradients`` require a gradient."""
         count = len(self.gradients)
         return *(x.detach().requires_grad_() for x in inputs[:count]), *inputs[count:]
 
     def first_in_float64(self, _: str, inputs: Inputs) -> Results:
-        """The usual reference: results of the first method on the same inputs in float64."""
+        """The default reference: results of the first method on the same inputs in float64."""
         wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
         results: Results = self.work(self.methods[0]).call(*self.leaves(wide))
         return results
@@ -175,16 +175,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family adds to the driver.
+    """A family of cases.
 
     Attributes:
-        cases: all of a run, from the type of the device and whether the run is quick.
+        cases: returns all cases of a run, from the device and whether the run is quick.
         notes: what is measured and how it is verified, for the page.
-        sweeps: sections that are shown as one table of times against a size, with its name.
-        pictured: sections that the picture of the page shows; all where empty.
-        seed: what inputs are drawn with, so that every run has the same; None for new ones.
-        shown: tables of the records, or of ``misses`` alone, where they are not one per case.
-        seconds: of a whole run by the type of the device, where cases share a time.
+        sweeps: sections shown as one table of times over a size, with the name of the size.
+        pictured: sections that the figure of the page shows; all if empty.
+        seed: seed of the inputs, if all runs use the same; None for a new one in each run.
+        shown: the tables of the records, or only of the ``misses``, if they are not one per case.
+        seconds: default time budget of a run, by the type of the device.
     """
 
     name: str
@@ -216,7 +216,7 @@ def peer(source: str, module: str, name: str, install: str = PEERS_COMMAND) -> A
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
-        # Something else missing below the peer is a fault of its installation, and is told as such.
+        # A missing dependency of the peer is an error of its installation, and is raised as it is.
         if error.name == package:
             raise PeerMissing(source, f"not installed: {install}") from error
         raise
@@ -229,13 +229,13 @@ def loss_step(
     parameters: Mapping[str, Tensor] | None = None,
     update: Callable[[], Any] | None = None,
 ) -> Work:
-    """Forward and backward of a loss, from gradients set to None.
+    """Forward and backward of a loss, starting with gradients of None.
 
     Args:
-        function: from inputs to the loss.
-        names: of the inputs that get gradients, from the first.
-        parameters: what else gets gradients.
-        update: a step of their optimiser, which then ends each timed call.
+        function: computes the loss from the inputs.
+        names: names of the first inputs, which get gradients.
+        parameters: other tensors that get gradients.
+        update: a step of their optimiser, which is then part of each timed call.
     """
 
     def leaves(inputs: Inputs) -> dict[str, Tensor]:
@@ -265,20 +265,20 @@ def loss_step(
 
 
 def compiled(function: Call) -> Call:
-    """One graph for one shape: a break or a general graph would be timed as what it is not."""
+    """``torch.compile`` without graph breaks and dynamic shapes, which would distort the time."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def exact_step(
     leaves: Mapping[str, Tensor], row_losses: Callable[[slice], Tensor], rows: int, columns: int
 ) -> Results:
-    """The mean loss and its gradients in float64, by autograd, a few rows at a time.
+    """The mean loss and its gradients in float64, by autograd, in chunks of rows.
 
     Args:
         leaves: float64 tensors that get gradients, by name.
-        row_losses: the losses of some rows, or their sum.
-        rows: how many there are.
-        columns: scores of each.
+        row_losses: computes the losses of a slice of rows, or their sum.
+        rows: number of rows.
+        columns: number of scores per row.
     """
     total: Tensor | float = 0.0
     for part in row_parts(rows, columns, next(iter(leaves.values())).device):
@@ -293,12 +293,12 @@ def exact_step(
 
 
 def in_float64(*tensors: Tensor) -> list[Tensor]:
-    """Leaves of :func:`exact_step`."""
+    """Float64 copies that require gradients, for :func:`exact_step`."""
     return [each.detach().double().requires_grad_() for each in tensors]
 
 
 def row_parts(rows: int, columns: int, device: torch.device) -> list[slice]:
-    """Rows whose float64 scores of all columns are held at a time."""
+    """Slices of rows whose float64 scores fit into a fixed amount of memory."""
     step = max(1, {"cuda": 2**31, "cpu": 2**27}[device.type] // (8 * columns))
     return [slice(first, min(rows, first + step)) for first in range(0, rows, step)]
 
@@ -310,11 +310,11 @@ def normal(shape: Sequence[int], generator: torch.Generator, dtype: str = "float
 
 
 def relative_error(got: Tensor | None, exact: Tensor) -> float:
-    """‖got − exact‖ / ‖exact‖ in float64; a gradient that is missing counts as zeros."""
+    """‖got − exact‖ / ‖exact‖ in float64; a gradient of None counts as zeros."""
     if got is None:
         return float(bool((exact != 0).any()))
     if got.is_sparse:
-        # Entries of one row are added up in float64: how an optimiser does it is its own matter.
+        # Duplicate entries are summed in float64; optimisers may sum them in other ways.
         parts = got._indices(), got._values().double()
         got = torch.sparse_coo_tensor(*parts, got.shape, check_invariants=False).to_dense()
     wrong, right = (torch.zeros((), dtype=torch.float64, device=exact.device) for _ in range(2))
@@ -328,11 +328,11 @@ def relative_error(got: Tensor | None, exact: Tensor) -> float:
 
 @dataclass
 class Run:
-    """What a run has found so far.
+    """The state and the records of a run.
 
     Attributes:
-        shared: fields that all records have: the environment, and the limits of the device.
-        seed: of the inputs of the last case.
+        shared: fields that all records share: the environment and the limits of the device.
+        seed: seed of the inputs of the last case.
         absent: why a peer was not measured.
     """
 
@@ -349,11 +349,11 @@ class Run:
 
     @property
     def failures(self) -> list[Record]:
-        """Results of ours that are wrong."""
+        """Our results that are wrong."""
         return [r for r in self.records if r.is_ours and not r.verified]
 
     def measure(self, case: Case) -> None:
-        """Measure one case; what a peer does wrong becomes its record, never an exception."""
+        """Measure one case; an exception in a method becomes its record and is not raised."""
         self.seed += 1
         try:
             inputs = case.draw(self.device, self.seed)
@@ -440,10 +440,10 @@ class Run:
 def _verify(
     case: Case, method: Method, work: Work, inputs: Inputs, exact: dict[str, Results]
 ) -> dict[str, Any]:
-    """Fields of the record: errors, whether they are small enough, and the peak memory."""
+    """Fields of the record: errors, whether they are within tolerance, and peak memory."""
     leaves = case.leaves(inputs)
     call = work.verified or work.call
-    # The first call compiles and tunes, and may take memory for it.
+    # The first call compiles and tunes, which may take memory.
     call(*leaves)
     _poison(inputs)
     results, peak = timing.with_peak(lambda: call(*leaves), inputs[0].device)
@@ -480,23 +480,23 @@ def _rotating(call: Call, sets: Sequence[Inputs]) -> timing.Thunk:
 
 
 def _poison(inputs: Inputs) -> None:
-    """Leave NaN in memory that the next result is likely to get: unwritten entries then show."""
+    """Leave NaN in memory that the next result is likely to reuse, to detect unwritten entries."""
     floating = [each for each in inputs if each.is_floating_point() and each.is_cuda]
     if floating:
         torch.full_like(max(floating, key=lambda each: each.nbytes), float("nan"))
 
 
 def _describe(error: Exception) -> str:
-    """One short line: what was raised and how its message begins."""
+    """The type of an error and the beginning of its message, in one line."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"failed: {type(error).__name__}: {message}"[:100].rstrip(": ")
 
 
 def chosen(cases: Sequence[Case], only: str, *, peers: bool) -> list[Case]:
-    """The cases whose title contains ``only``, without peers where they are not wanted.
+    """The cases whose title contains ``only``, with or without peers.
 
     Raises:
-        ValueError: there are none.
+        ValueError: if there are none.
     """
     found = [case for case in cases if only.lower() in case.title.lower()]
     if not found:
@@ -521,11 +521,11 @@ def run(
     commit: str | None = None,
     seconds: float | None = None,
 ) -> Run:
-    """Measure the limits of the device, then all cases; what is found is told to ``out``.
+    """Measure the limits of the device, then all cases; progress is printed to ``out``.
 
     Every record is appended to ``json_path`` as soon as its case is measured. ``commit`` is that of
-    the source, where git cannot say. Cases share so many ``seconds``, verification included; what
-    that takes too long for is still timed, by a few calls.
+    the source, if git is not available. Cases share a budget of ``seconds``, verification included;
+    if it is used up, the remaining methods are still timed with a few calls.
     """
     end = None if seconds is None else monotonic() + seconds
     clock = Clock.of(device, quick=quick)

@@ -30,26 +30,27 @@ SHAPES: dict[tuple[str, bool], dict[str, tuple[tuple[int, int, int], ...]]] = {
     },
     ("cpu", True): {LARGE: ((256, 128, 8000),), SMALL: (), SPARSE: ((128, 128, 8000),)},
 }
-# Where probabilities are 0 beyond an edge, rounding a score moves them more, and moves classes
-# across the edge.
+# With sparse probabilities, rounding of scores changes the probabilities more, and changes which
+# classes are in the support.
 _SPARSE_TOLERANCES = {
     "float64": {"loss": 1e-12, "hidden": 1e-9, "weight": 1e-9},
     "float32": {"loss": 1e-5, "hidden": 5e-3, "weight": 5e-3},
     "bfloat16": {"loss": 1e-2, "hidden": 5e-2, "weight": 5e-2},
 }
-# Rows of a chunk where torch.compile is called on chunks.
+# Rows per chunk of the baseline that calls torch.compile on chunks.
 CHUNK_ROWS = 2048
-# Trained-like scores: how high the target stands, and how many classes come close to it.
+# Trained-like scores: the range of the target's score, the number of classes with similar scores,
+# and the range of their share of it.
 LEAD, NEAR_CLASSES, NEAREST = (4.0, 8.0), 32, (0.5, 1.0)
 VERY_FLAT = 0.01
-# Peers: source, module, name, and how one is installed where it is no extra of ours.
+# Peers: source, module, name, and the install command if it is not in our extras.
 CCE = ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy")
 QUACK = ("quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
          "pip install quack-kernels")  # fmt: skip
 
 
 def _class_vectors(classes: int, width: int, generator: torch.Generator) -> Tensor:
-    # Of length 1 or so, so that scores have the size of the hidden states' entries.
+    # Vectors of norm about 1, so that scores have the scale of the hidden states' entries.
     return driver.normal((classes, width), generator).div_(width**0.5)
 
 
@@ -82,7 +83,7 @@ def _trained(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor
 
 
 TRAINED, FLAT = "trained-like", "flat"
-# By the kind of scores: how inputs are made in words, and what draws them in float32.
+# By the kind of scores: a description of the inputs, and a function that draws them in float32.
 KINDS: dict[str, tuple[str, Call]] = {
     TRAINED: (
         (
@@ -105,16 +106,16 @@ KINDS: dict[str, tuple[str, Call]] = {
 _MADE = "\n".join(f"  - *{name}*: {made}." for name, (made, _) in KINDS.items())
 
 NOTES = f"""\
-- A shape is rows × hidden size × classes. A time is of forward and backward together, with the
-  gradients of hidden states and class vectors. Scores are made in three ways:
+- A shape is rows × hidden size × classes. Times are of forward + backward, with the gradients of
+  hidden states and class vectors. There are three kinds of scores:
 {_MADE}
 - Verified: the loss and both gradients of the whole problem, against float64.
-- TFLOP/s are 6·rows·width·classes over the time, the three products of a linear layer, whatever a
-  method does. The limit is a product of two square matrices in the same run.
-- torch eager is `cross_entropy(linear(hidden, weight).float(), target)`, compiled `torch.compile`
-  of it, on chunks called for {CHUNK_ROWS} rows at a time. *Stored scores* are our losses on the
-  result of `linear`. Peers run at their default settings; Cut Cross-Entropy leaves out parts of the
-  gradient by default. A method whose scores would not fit in memory is left out.
+- TFLOP/s are 6·rows·width·classes over the time, the three products of a linear layer, for every
+  method. The limit is a product of two square matrices in the same run.
+- torch eager is `cross_entropy(linear(hidden, weight).float(), target)`, and compiled is
+  `torch.compile` of it, also called on chunks of {CHUNK_ROWS} rows. *Stored scores* are our losses
+  on the output of `linear`. Peers run with their default settings; Cut Cross-Entropy skips parts of
+  the gradient by default. A method whose scores would not fit in memory is left out.
 """
 
 
@@ -135,7 +136,7 @@ def _stored(name: str) -> Call:
 
 
 def _into_float32() -> Work:
-    """The gradient of the class vectors is summed in a float32 buffer, and is that buffer."""
+    """The gradient of the class vectors is accumulated in a float32 buffer, and returned there."""
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
         total = torch.zeros_like(weight, dtype=torch.float32)
@@ -189,7 +190,7 @@ def _liger() -> Call:
 
 
 def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
-    """The baseline, ours, then the others."""
+    """The baseline and the other methods."""
     scores, dtype = shape[0] * shape[-1], driver.USUAL_DTYPE[device]
     itemsize = DTYPES[dtype].itemsize
 
@@ -211,8 +212,8 @@ def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) 
     compiled = made("compiled", "torch", compile_loss, scores * 2 * itemsize)
     torch_fused = made("linear_cross_entropy", "torch", _torch_fused)
     if device == "cpu":
-        # Compiling takes longer than all of a quick run, and torch's own fused loss, with its small
-        # chunks on a CPU, longer than all of a full one.
+        # Compiling takes longer than a whole quick run. torch's own fused loss, with its small
+        # chunks on a CPU, takes longer than a whole full run.
         return [eager, main, low, torch_fused if quick else compiled]
     others = [
         torch_fused,
@@ -231,12 +232,12 @@ def reference(computes: str, inputs: Inputs) -> Results:
     """The mean loss ⟨p − y, scores⟩ + H(p), its gradients, and the supports."""
     (hidden, weight), target = driver.in_float64(*inputs[:2]), inputs[2]
     supports = []
-    # 1 is Shannon's entropy.
+    # Alpha 1 is the Shannon entropy.
     alpha = maps.ALPHAS.get(computes, 1.0)
 
     def row_losses(part: slice) -> Any:
         scores = hidden[part] @ weight.t()
-        # At the map p the slope of the loss is p − y: as if p were constant.
+        # The gradient of the loss is p − y, as if p were constant.
         probs = maps.truth("softmax" if computes == CROSS_ENTROPY else computes, scores.detach())
         supports.append((probs > 0).sum(-1))
         if alpha == 1.0:

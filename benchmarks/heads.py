@@ -1,4 +1,4 @@
-"""Training steps and best classes of heads, what draws classes, and what builds trees."""
+"""Training steps and top-k of heads, draws of samplers, and tree builders."""
 
 import math
 import tempfile
@@ -24,23 +24,24 @@ from lastlayer.heads import TopK
 from lastlayer.trees import Tree
 
 Counts = NDArray[np.float64]
-# Every run draws the same numbers.
+# All runs draw the same numbers.
 SEED = 1949
 K, SPREADS = 10, (1.0, 2.0)
 STEP, TOP, AGAINST, DRAWS, TREES = "step", f"top {K}", "cost against V", "draws", "trees"
-# Which entries are in a case: the step on a CPU, that on a GPU, the one with few classes that have
-# spellings, and the cost against the number of classes.
+# The cases of an entry: the step on a CPU, the step on a GPU, the step with few classes that have
+# spellings, and the cost over the number of classes.
 CPU, CUDA, WORDS, SWEEP = "cpu", "cuda", "words", "sweep"
-# What arity a deep tree is collapsed to; groups and numbers per class of trees that are built.
+# Arity of collapsed trees; for built trees, the number of groups, the size of the class vectors,
+# and the overlap.
 WIDE, GROUPS, NUMBERS, OVERLAP = 64, 1000, 64, 0.3
-# Draws of a call; those that a verification takes, in groups of classes of equal probability.
+# Draws per call, draws per verification, and its number of groups of classes.
 DRAWN, VERIFIED, DRAWN_GROUPS = 8192, 1 << 18, 50
-# Rows whose best classes are compared with a sort of all, and how many of them at a time.
+# Rows whose top classes are compared with a full sort, and rows per chunk of this comparison.
 COMPARED, _AT_A_TIME = {"cuda": 256, "cpu": 16}, 16
 
 
 class Sizes(NamedTuple):
-    """Rows, hidden size and classes of each section; the classes alone of draws and trees."""
+    """Rows, hidden size and classes of each section; for draws and trees only the classes."""
 
     steps: tuple[tuple[int, int, int], ...]
     words: tuple[int, int, int]
@@ -76,27 +77,27 @@ SIZES = {
 NOTES = f"""\
 - A shape is rows × hidden size × classes. Hidden states are N(0, 1), and targets follow Zipf's law:
   the class of rank r is drawn with p ∝ 1/r. The seed is fixed.
-- A *step* is forward and backward with the gradients of hidden states and all parameters. Verified:
-  loss and all gradients, against plain formulas in float64; *weight* is the parameter where the
-  error is largest. *+ RowAdagrad* ends each timed step with one of that optimiser. Memory is beyond
-  inputs and parameters; gradients count.
-- *Sparse* heads have row-sparse gradients. Trees are built from counts by Zipf's law: Huffman's,
-  the same collapsed to {WIDE} children per node, `two_level`, and √V equal groups. *Gathered paths*
-  is the plain way to a hierarchical softmax in torch: embeddings with sparse gradients, gathered
-  along padded paths. torch's adaptive softmax has the cutoffs of ours of the same name.
-- *{TOP}* is the exact `topk({K})` of heads of trained shape: biases are the log counts, and random
-  vectors add a standard deviation of *spread* to the scores. Verified: the classes are those of a
-  sort of all log-probabilities in float64, except for ties within rounding.
-- *Draws* are {DRAWN:,} classes with replacement and their log-probabilities (torch's has none), by
-  Zipf's law in random order. Verified by a χ² test of {DRAWN_GROUPS} groups of classes.
-- *Trees* are built from counts by Zipf's law in random order, clusters from {NUMBERS} numbers per
-  class. Verified: even choices give every class a probability, and these sum to 1.
+- A *step* is forward + backward, with the gradients of hidden states and all parameters. Verified:
+  loss and all gradients, against plain formulas in float64; *weight* is the parameter with the
+  largest error. With *+ RowAdagrad* each timed step includes a step of that optimiser. Memory is
+  beyond inputs and parameters; gradients count.
+- *Sparse* heads have row-sparse gradients. Trees are built from counts by Zipf's law: Huffman,
+  Huffman collapsed to {WIDE} children per node, `two_level`, and √V equal groups. *Gathered paths*
+  is the obvious hierarchical softmax in torch: embeddings with sparse gradients, gathered along
+  padded paths. torch's adaptive softmax has the cutoffs of ours of the same name.
+- *{TOP}* is the exact `topk({K})` of heads that imitate trained ones: biases are the log counts,
+  and random class vectors add a standard deviation of *spread* to the scores. Verified: the classes
+  are those of a sort of all log-probabilities in float64, except for ties within rounding.
+- *Draws* are {DRAWN:,} classes with replacement and their log-probabilities (torch returns none),
+  by Zipf's law in random order. Verified by a χ² test of {DRAWN_GROUPS} groups of classes.
+- *Trees* are built from counts by Zipf's law in random order, clusters from class vectors of size
+  {NUMBERS}. Verified: with uniform choices at each node, the class probabilities sum to 1.
 """
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of hidden states of some size, and one of many classes for each."""
+    """The sizes of a classification problem, its dtype and its device."""
 
     rows: int
     width: int
@@ -111,11 +112,11 @@ class Problem:
 
     @property
     def counts(self) -> Counts:
-        """How often each class occurs, up to a factor; the most frequent one first."""
+        """Relative class frequencies, the most frequent class first."""
         return zipf(self.classes)
 
     def draw(self, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-        """Hidden states ~ N(0, 1), and targets by the counts."""
+        """Hidden states ~ N(0, 1), and targets drawn by the counts."""
         generator = torch.Generator(device).manual_seed(seed)
         options: dict[str, Any] = {"generator": generator, "device": device}
         hidden = torch.randn(self.rows, self.width, **options)
@@ -147,23 +148,23 @@ def huffman(classes: int) -> Tree:
 
 
 class FlatLayer(nn.Linear):
-    """``nn.Linear`` with ``cross_entropy``, and with ``torch.topk`` on its scores."""
+    """``nn.Linear`` with ``cross_entropy`` and ``torch.topk`` on its scores."""
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]  # a head has targets
         """The mean loss, from scores in float32, or in float64 from float64."""
         return functional.cross_entropy(_wide(super().forward(hidden)), target)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
-        """Of all classes."""
+        """Log-probabilities of all classes."""
         return torch.log_softmax(super().forward(hidden), -1)
 
     def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The best scores, which are not normalised, and their classes."""
+        """The k largest scores, not normalised, and their classes."""
         return TopK(*torch.topk(super().forward(hidden), k))
 
 
 class GatheredPaths(nn.Module):
-    """The hierarchical softmax of a binary tree by gathering: paths are padded to the longest.
+    """A hierarchical softmax of a binary tree that gathers along paths padded to the longest.
 
     Gradients are sparse: one row for each node of each path.
     """
@@ -182,7 +183,7 @@ class GatheredPaths(nn.Module):
         place = np.arange(tree.max_depth)
         inside = place < tree.class_depth[:, None]
         entry = np.where(inside, tree.path_start[:-1, None] + place, 0)
-        # Towards the second child the sign is 1, and 0 beyond the end of a path.
+        # The sign is 1 towards the second child, -1 towards the first, and 0 beyond a path's end.
         signs = np.where(inside, 2 * tree.path_position[entry] - 1, 0)
         nodes = torch.from_numpy(np.where(inside, tree.path_node[entry], 0))
         self.register_buffer("nodes", nodes.to(problem.device))
@@ -205,7 +206,7 @@ def _flat(p: Problem) -> nn.Module:
 
 
 def _adaptive(p: Problem, *parts: int) -> Any:
-    """Cutoffs at these parts of the classes; without any, chosen from the counts."""
+    """Cutoffs at V/part for each of ``parts``; by default chosen from the counts."""
     if not parts:
         return heads.AdaptiveSoftmax(p.width, counts=p.counts, **p.made)
     cutoffs = [p.classes // part for part in parts]
@@ -230,14 +231,14 @@ def _char_cnn(p: Problem) -> nn.Module:
 
 
 def _sampled(p: Problem, kind: Any = heads.SampledSoftmax) -> nn.Module:
-    """As many classes drawn as there are rows, by how often they occur."""
+    """As many draws as there are rows, by class frequency."""
     sampler = samplers.Unigram(p.counts)
     made: nn.Module = kind(p.width, p.classes, sampler, p.rows, sparse=True, **p.made)
     return made
 
 
 def _described(module: Any) -> str:
-    """What was chosen for the problem: the shape of a tree, cutoffs, bands, or draws."""
+    """The settings of a head: the shape of its tree, cutoffs, bands, or number of draws."""
     if hasattr(module, "tree"):
         return _tree_in_words(module.tree)
     if hasattr(module, "cutoffs"):
@@ -264,15 +265,15 @@ class Entry:
     """A head whose training step is measured.
 
     Attributes:
-        name: what tables call it.
-        build: makes it for a problem; classes are by falling frequency.
-        on: the cases that it is in.
+        name: name in tables.
+        build: constructs it for a problem; classes are in order of decreasing frequency.
+        on: the cases that it is part of.
         losses: its loss in float64.
-        source: the distribution it comes from.
-        computes: the function it computes, where other entries compute it too.
-        score_bytes: bytes that it holds for each row and class; 0 where it stores no scores.
-        tolerances: where they are not the usual ones.
-        optimizer: of the parameters, whose step then ends each call.
+        source: the distribution it is from.
+        computes: the function it computes, if other entries compute it too.
+        score_bytes: bytes that it stores per row and class; 0 if it stores no scores.
+        tolerances: tolerances that differ from the default.
+        optimizer: an optimiser of the parameters, whose step is then part of each call.
     """
 
     name: str
@@ -286,20 +287,20 @@ class Entry:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
     def method(self, problem: Problem) -> Method:
-        """What the driver calls."""
+        """The method for the driver."""
         return Method(
             self.name, self.source, partial(self.load, problem), self.computes,
             scratch=problem.rows * problem.classes * self.score_bytes, tolerances=self.tolerances,
         )  # fmt: skip
 
     def load(self, problem: Problem) -> Work:
-        """Forward and backward, and perhaps an update."""
+        """Forward and backward, and a step of the optimiser if there is one."""
         module = seeded(lambda: self.build(problem), problem.device)
         parameters = dict(module.named_parameters())
 
         def loss_of(hidden: Tensor, target: Tensor) -> Any:
             made = module(hidden, target)
-            # torch's adaptive softmax returns a tuple that has it.
+            # torch's adaptive softmax returns a named tuple with the loss.
             return getattr(made, "loss", made)
 
         def errors(results: Results, inputs: Inputs) -> dict[str, float]:
@@ -307,7 +308,7 @@ class Entry:
             found = {
                 name: driver.relative_error(results[name], each) for name, each in exact.items()
             }
-            # NaN if one of them is.
+            # np.max is NaN if any error is.
             worst = float(np.max([found[name] for name in parameters]))
             return {"loss": found["loss"], "hidden": found["hidden"], "weight": worst}
 
@@ -317,7 +318,7 @@ class Entry:
 
 
 def seeded(build: Callable[[], nn.Module], device: torch.device, seed: int = SEED) -> nn.Module:
-    """A module with the same numbers in every run."""
+    """A module with the same parameters in every run."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         return build()
@@ -338,7 +339,7 @@ def _tree(name: str, make: Callable[[Problem], Tree], *on: str, sparse: bool = T
     return Entry(name, build, on, references.paths)
 
 
-# The one place where a head is added: a name and what builds it are enough.
+# Add a head here: a name and a function that builds it are enough.
 ENTRIES = (
     Entry(LINEAR, _flat, (CPU, CUDA, WORDS), references.flat, "torch", "full", score_bytes=14),
     Entry(
@@ -374,13 +375,13 @@ ENTRIES = (
         SAMPLED + UPDATED, _sampled, (CUDA,), references.sampled,
         optimizer=lambda parameters: optim.RowAdagrad(parameters, lr=1e-3),
     ),
-    # Rounding decides between letters that are equally good, and the gradient goes to one of them.
+    # Rounding decides ties between characters, and only one of them gets the gradient.
     Entry("char_cnn", _char_cnn, (WORDS,), tolerances={"hidden": 1e-3, "weight": 1e-3}),
 )  # fmt: skip
 
 
 def _step_case(section: str, place: str, shape: tuple[int, int, int], device: torch.device) -> Case:
-    # A character CNN takes maxima, which in bfloat16 are others than in float64.
+    # The maxima of a character CNN can differ between bfloat16 and float64.
     dtype = "float32" if place == WORDS else driver.USUAL_DTYPE[device.type]
     baseline = LINEAR if place in (CPU, WORDS) else FULL
     problem = Problem(*shape, driver.DTYPES[dtype], device)
@@ -395,14 +396,15 @@ def _step_case(section: str, place: str, shape: tuple[int, int, int], device: to
 
 @torch.no_grad()
 def _trained(p: Problem, build: Callable[[Problem], nn.Module], spread: float) -> Any:
-    """A head of trained shape: biases by the counts, vectors of this spread."""
+    """A head that imitates a trained one: biases from the counts, vectors scaled by ``spread``."""
     head: Any = build(p)
     if isinstance(head, FlatLayer):
         head.bias.copy_(torch.from_numpy(np.log(p.counts)))
     else:
-        # Counts below a half would count as a half.
+        # Scaled, because the head treats counts below 0.5 as 0.5.
         head.init_bias_from_counts(p.classes * p.counts)
-    # Drawn as nn.Linear's, so that N(0, 1) gives scores this deviation.
+    # Initialised like nn.Linear; with this factor, hidden states ~ N(0, 1) give scores of this
+    # standard deviation.
     for name, parameter in head.named_parameters():
         if parameter.dim() == 2:
             parameter.mul_(math.sqrt(3.0) * (1.0 if "projection" in name else spread))
@@ -446,14 +448,14 @@ def _load_top(problem: Problem, kind: str, spread: float) -> Work:
 
 
 def top_name(kind: str, spread: float) -> str:
-    """What tables call a head of this spread."""
+    """The name in tables of a head with this spread."""
     return kind if kind == DENSE else f"{kind}, spread {spread:g}"
 
 
 def _top_case(shape: tuple[int, int, int], device: torch.device) -> Case:
     dtype = driver.USUAL_DTYPE[device.type]
     problem = Problem(*shape, driver.DTYPES[dtype], device)
-    # Less is a tie that rounding decides.
+    # Smaller differences are ties within rounding.
     exact = {"log_prob": {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}[dtype]}
     kinds = [(DENSE, SPREADS[0]), *((k, s) for k in (TREE_TOP, ADAPTIVE_TOP) for s in SPREADS)]
     found = tuple(
@@ -471,7 +473,7 @@ ALIAS, MULTINOMIAL = "unigram by alias", "multinomial"
 
 
 def load_draws(name: str, classes: int, device: torch.device) -> Work:
-    """What draws from a distribution over so many classes, which is made ready here."""
+    """Prepares a distribution over ``classes`` classes; the work draws from it."""
     probs = _shuffled(classes)
     probs /= probs.sum()
     if name == MULTINOMIAL:
@@ -489,7 +491,7 @@ def load_draws(name: str, classes: int, device: torch.device) -> Work:
 
 
 def draw_work(draw: Callable[[int], tuple[Tensor, Tensor | None]], probs: Counts) -> Work:
-    """Draws with replacement, verified by how often classes come and by what is said of them."""
+    """Draws with replacement, verified by class frequencies and log-probabilities."""
 
     def call(_: Tensor) -> Results:
         ids, log_prob = draw(DRAWN)
@@ -514,7 +516,7 @@ def draw_work(draw: Callable[[int], tuple[Tensor, Tensor | None]], probs: Counts
 
 
 def _draws_case(classes: int, device: torch.device) -> Case:
-    # Of 49 degrees of freedom: chance exceeds it once in 10^12 verifications.
+    # For 49 degrees of freedom, exceeded by chance once in 10^12 verifications.
     exact = {"chi_square": 170.0, "log_prob": 1e-4}
     found = tuple(
         Method(name, "torch" if name == MULTINOMIAL else OURS,
@@ -550,7 +552,7 @@ def _with_paths(counts: Counts) -> Tree:
 
 
 def _saved(classes: int) -> Any:
-    """Written and read again, with a label for each class."""
+    """Saves a tree with class labels and loads it again."""
     tree = trees.huffman(_shuffled(classes), labels=[f"word{i}" for i in range(classes)])
 
     def build(_: Counts) -> Tree:
@@ -567,7 +569,7 @@ def _clustered(classes: int, **options: Any) -> Any:
     return lambda _: trees.cluster(vectors, progress=False, **options)
 
 
-# What is made ready for this many classes, and then builds a tree from counts.
+# By name, a function from the number of classes to a builder of trees from counts.
 BUILDERS: dict[str, Callable[[int], Callable[[Counts], Tree]]] = {
     "huffman": lambda _: trees.huffman,
     "huffman, arity 16": lambda _: lambda counts: trees.huffman(counts, 16),
@@ -587,7 +589,7 @@ CLUSTERED: dict[str, Callable[[int], Callable[[Counts], Tree]]] = {
 
 
 def tree_work(prepare: Callable[[int], Callable[[Counts], Tree]], classes: int) -> Work:
-    """A tree from counts, verified by even choices: all classes get a probability, in sum 1."""
+    """A tree from counts, verified with uniform choices: class probabilities sum to 1."""
     build = prepare(classes)
 
     def errors(results: dict[str, Tree], _: Inputs) -> dict[str, float]:

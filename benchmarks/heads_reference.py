@@ -1,6 +1,7 @@
-"""Losses of heads in float64, by plain formulas that autograd differentiates.
+"""Losses of heads in float64, as plain formulas that autograd differentiates.
 
-Each takes a float64 copy of the head, hidden states and targets to the loss of each row.
+Each function computes the loss of each row from a float64 copy of the head, hidden states and
+targets.
 """
 
 import copy
@@ -22,7 +23,7 @@ Losses = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def in_float64(module: torch.nn.Module) -> Any:
-    """A copy of it with the same numbers; those of its parameters are not copied twice."""
+    """A float64 copy; parameters are converted directly, without a copy in their own dtype."""
     wide = {id(each): Parameter(each.detach().double()) for each in module.parameters()}
     return copy.deepcopy(module, wide).double()
 
@@ -30,7 +31,7 @@ def in_float64(module: torch.nn.Module) -> Any:
 def step(
     module: torch.nn.Module, losses: Losses, classes: int, hidden: Tensor, target: Tensor
 ) -> Results:
-    """The mean loss, and the gradients of hidden states and parameters, a few rows at a time."""
+    """The mean loss, and the gradients of hidden states and parameters, in chunks of rows."""
     twin = in_float64(module)
     (wide,) = driver.in_float64(hidden)
     return driver.exact_step(
@@ -42,7 +43,7 @@ def step(
 
 
 def by_log_prob(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """Minus the exact log-probability, for torch's modules and heads without a formula here."""
+    """Minus ``log_prob``, for torch's modules and for heads without a formula here."""
     losses: Tensor = -twin.log_prob(hidden).gather(-1, target.unsqueeze(-1)).squeeze(-1)
     return losses
 
@@ -53,12 +54,12 @@ def flat(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def paths(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """The choices on the way to a class in the tree of a hierarchical head."""
+    """The sum of the losses of the choices on the path to a class in a tree."""
     return _path_losses(twin.tree, twin.weight, twin.bias, hidden, target)
 
 
 def gathered(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """The same of the embeddings of gathered paths."""
+    """The same for :class:`benchmarks.heads.GatheredPaths`."""
     biases = twin.bias.weight.squeeze(-1)
     return _path_losses(twin.tree, twin.weight.weight, biases, hidden, target)
 
@@ -88,7 +89,7 @@ def _path_losses(
         nodes, counts = np.unique(node[at], return_counts=True)
         own = np.concatenate([start[v] + np.arange(tree.arity[v]) for v in nodes])
         rows, places, owned = _on(hidden, row[at], position[at], own)
-        # All gathers at once: each has a gradient as large as what it gathers from.
+        # One gather for all nodes: each gather has a gradient of the size of the whole table.
         some = hidden[rows].split(counts.tolist())
         sizes = tree.arity[nodes].tolist()
         parts = zip(some, weight[owned].split(sizes), bias[owned].split(sizes), strict=True)
@@ -104,7 +105,7 @@ def _on(like: Tensor, *arrays: Any) -> list[Tensor]:
 
 
 def sampled(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """A softmax over the target and what the last step drew, corrected by how probable it was."""
+    """A softmax over the target and the draws of the last step, corrected by log-probability."""
     ids, log_prob, scores, at_target = _drawn_scores(twin, hidden, target)
     kept = ids != target.unsqueeze(-1)
     left = twin.sampler.log_complement(target, dtype=torch.float64) - kept.sum(-1).double().log()
@@ -113,7 +114,7 @@ def sampled(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def noise(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """The target told from what the last step drew as noise."""
+    """Binary losses of the target and of the noise that the last step drew."""
     ids, log_prob, scores, at_target = _drawn_scores(twin, hidden, target)
     log_k = math.log(len(ids))
     of_target = at_target - log_k - twin.sampler.log_prob(target, dtype=torch.float64)
@@ -123,7 +124,7 @@ def noise(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
 def _drawn_scores(
     twin: Any, hidden: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The ids of the last step and their log-probabilities, their scores, and the target's."""
+    """The draws of the last step, their log-probabilities and scores, and the target's score."""
     seed, step = twin.rng_counter.tolist()
     ids = twin.sampler.sample(twin.n_samples, rng_counter=(seed, step - 1))
     scores = hidden @ twin.weight[ids].t() + twin.bias[ids]
@@ -132,7 +133,7 @@ def _drawn_scores(
 
 
 def clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """A softmax over frequent classes and clusters, and one in the cluster of the target."""
+    """A softmax over frequent classes and clusters, and one over the target's cluster."""
     n_top = len(twin.head_weight) - len(twin.tails)
     cluster = torch.bucketize(target, twin.cutoffs.to(target), right=True)
     column = torch.where(cluster == 0, target, n_top + cluster - 1).unsqueeze(-1)
@@ -148,7 +149,7 @@ def clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def bands(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """One softmax over bands of classes that see slices, or projections, of the hidden state."""
+    """One softmax over bands of classes that use slices, or projections, of the hidden state."""
     seen = hidden if twin.projection is None else hidden @ twin.projection.t()
     slices = seen.split([width for _, width in twin.bands], -1)
     scores = torch.cat([s @ w.t() for s, w in zip(slices, twin.weights, strict=True)], -1)

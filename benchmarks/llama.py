@@ -1,7 +1,7 @@
-"""Training steps of a language model of Llama's shape, whose loss is made in several ways.
+"""Training steps of a language model of the size of Llama, with several losses.
 
-Body, parameters and optimiser are the same for all: only what follows the last hidden states is
-another. Needs Transformers 4.57 or newer.
+Backbone, parameters and optimiser are the same for all methods; only the computation after the last
+hidden states differs. Needs Transformers 4.57 or newer.
 """
 
 import copy
@@ -24,24 +24,25 @@ STEP = "step"
 TRANSFORMERS = "transformers"
 STOCK, SWAPPED, LOW = "stock loss", "swap_head", "swap_head, low memory"
 LIGER_LOSS, CCE_LOSS, CCE_EXACT = "fused linear CE", "linear CE", "linear CE, filter_eps=None"
-# Relative distances to the same model in float32: all layers round to bfloat16, not the loss alone.
+# Relative errors against the same model in float32. All layers round to bfloat16, not only the
+# loss.
 _TOLERANCES = {
     "bfloat16": {"loss": 1e-3, "norm": 2e-2, "weight": 5e-2},
     "float32": {"loss": 1e-5, "norm": 1e-4, "weight": 1e-4},
 }
 
 NOTES = f"""\
-- A shape is texts × tokens × vocabulary. The model has random weights and the shape of Llama 3.2
-  with 1.24 billion parameters: hidden size 2048, 16 layers, 32 heads and 8 key heads, 8192 in the
-  middle of each layer, embeddings tied to the output layer, scaled dot-product attention of torch,
-  no gradient checkpointing. On a CPU it is a small one.
-- A step is forward, backward and fused AdamW, whose learning rate is 0, so that all methods and all
-  steps see the same weights. All methods share parameters and optimiser.
-- *{STOCK}* is the model as Transformers makes it: logits are stored. *{SWAPPED}* is
+- A shape is batch size × sequence length × vocabulary. The model has random weights and the
+  architecture of Llama 3.2 with 1.24 billion parameters: hidden size 2048, 16 layers, 32 heads and
+  8 key-value heads, intermediate size 8192, embeddings tied to the output layer, torch's scaled
+  dot-product attention, no gradient checkpointing. On a CPU the model is small.
+- A step is forward, backward and fused AdamW with learning rate 0, so that all methods and all
+  steps use the same weights. All methods share parameters and optimiser.
+- *{STOCK}* is the model of Transformers, which stores the logits. *{SWAPPED}* is
   `lastlayer.integrations.transformers.swap_head(model, "full")`, *low memory* with
-  `chunk_rows="low"`. Of Liger only the fused loss is switched on; its norms, rotary embeddings and
-  SwiGLU are not. Cut Cross-Entropy is called on the last hidden states; by default it skips
-  gradients of small probabilities, of which a model with random weights has nothing else.
+  `chunk_rows="low"`. For Liger only the fused loss is enabled, not its norms, rotary embeddings and
+  SwiGLU. Cut Cross-Entropy is called on the last hidden states; by default it skips gradients of
+  small probabilities, and with random weights all probabilities are small.
 - *{COMPILED}* is `torch.compile` of everything from tokens to the loss.
 - Verified: the loss, the norm of all gradients, and the gradient of the tied embedding, against the
   stock loss of the same weights in float32.
@@ -50,7 +51,7 @@ NOTES = f"""\
 
 
 class Shape(NamedTuple):
-    """Of a model and its batch."""
+    """The sizes of a model and its batch."""
 
     batch: int
     length: int
@@ -65,7 +66,7 @@ class Shape(NamedTuple):
 _ONE_B = Shape(1, 4096, 128_259, 2048, 8192, 16, 32, 8)
 _SMALL = Shape(1, 128, 8_003, 128, 512, 2, 4, 2)
 _TINY = Shape(2, 16, 211, 32, 64, 2, 4, 2)
-# By device and whether the run is quick: section and shape. Compiling takes longer than all else.
+# Sections and shapes, by device and whether the run is quick. Compiling takes the most time.
 PLAN = {
     ("cuda", False): [(EAGER, _ONE_B), (EAGER, _ONE_B._replace(batch=2)), (COMPILED, _ONE_B)],
     ("cuda", True): [(EAGER, _SMALL), (COMPILED, _SMALL)],
@@ -75,7 +76,7 @@ PLAN = {
 
 
 class Trained(NamedTuple):
-    """A model, and the optimiser of its parameters with all its state."""
+    """A model, and its optimiser with initialised state."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -83,7 +84,7 @@ class Trained(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _trained(shape: Shape, dtype: str, device: torch.device) -> Trained:
-    """The one that all methods share; the batch of the shape is not looked at."""
+    """The model that all methods share; ``shape.batch`` is not used."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -105,7 +106,7 @@ def _trained(shape: Shape, dtype: str, device: torch.device) -> Trained:
 
 
 def _twin(model: Any) -> Any:
-    """A model of its own, to be changed, with the same parameters."""
+    """A copy of the model that shares its parameters and can be modified."""
     return copy.deepcopy(model, {id(each): each for each in model.parameters()})
 
 
@@ -202,7 +203,7 @@ def _case(section: str, shape: Shape, device: torch.device) -> Case:
 
     layer = shape.hidden * (2 + 2 * shape.key_heads / shape.heads) + 3 * shape.inner
     parameters = shape.hidden * (shape.layers * layer + shape.classes)
-    # Of the queries and keys of a causal attention half are products.
+    # Causal attention needs half of the products of queries and keys.
     products = 6 * tokens * (parameters + shape.layers * shape.length * shape.hidden)
     return Case(
         section, (shape.batch, shape.length, shape.classes), dtype, STEP, tuple(methods), draw,

@@ -24,7 +24,7 @@ SHAPES = {
 SCALES, USUAL_SCALE = (0.01, 0.1, 1.0, 10.0, 100.0), 2.0
 SCALED_SHAPES = {"cuda": SHAPES["cuda"], "cpu": SHAPES["cpu"][1:2]}
 DTYPES_ON = {"cuda": ("float32", "bfloat16"), "cpu": ("float32",)}
-# Exponents of two: the numbers of columns, and the constant number of scores.
+# Exponents of two: of the numbers of columns, and of the constant number of scores.
 WIDTHS = {"cuda": (range(7, 21), 27), "cpu": (range(6, 19, 2), 22)}
 _ENTMAX_FIRST_K = 512
 # Liger's rows must fit in one Triton block.
@@ -32,12 +32,12 @@ _LIGER_WIDEST = 65536
 
 NOTES = """\
 - A shape is rows × columns. Scores are scale · N(0, 1). forward+backward is the map and
-  `torch.autograd.grad` with a ready-made gradient.
+  `torch.autograd.grad` with a given upstream gradient.
 - Verified: up to 64 rows are compared with the float64 reference, and the sums of all rows with 1.
-- Bytes are the fewest that must move: forward reads and writes one matrix, backward reads two more
-  and writes one. The limit is a copy of a large buffer in the same run, bytes read plus written.
-- Peers run at their default settings; the entmax package gets `k=512` on longer rows. AdaSplash
-  tunes its kernel once per dtype, on the first shape it sees.
+- Bytes are the minimum traffic: forward reads and writes one matrix, backward reads two more and
+  writes one. The limit is a copy of a large buffer in the same run, bytes read plus written.
+- Peers run with their default settings; the entmax package gets `k=512` on longer rows. AdaSplash
+  tunes its kernel once per dtype, on the first shape.
 """
 
 
@@ -59,7 +59,7 @@ def _entmax_package(name: str, **options: Any) -> Call:
     function = driver.peer("entmax", "entmax", name)
 
     def call(scores: Tensor) -> Any:
-        # It sorts only the k largest scores first; shorter rows are sorted whole.
+        # With k it sorts only the k largest scores at first; shorter rows are sorted completely.
         first_k = _ENTMAX_FIRST_K if scores.shape[-1] > _ENTMAX_FIRST_K else None
         return function(scores, dim=-1, **options or {"k": first_k})
 
@@ -72,7 +72,7 @@ def _liger() -> Call:
 
 
 _SPLASH = partial(driver.peer, "adasplash", "adasplash")
-# By source and name: the function that is computed, and how the map is loaded.
+# By source and name: the function that is computed, and a function that loads the map.
 METHODS: dict[tuple[str, str], tuple[str, Callable[[], Call]]] = {
     ("torch", "softmax"): ("softmax", lambda: partial(torch.softmax, dim=-1)),
     (OURS, "sparsemax"): ("sparsemax", lambda: maps.sparsemax),
@@ -101,7 +101,7 @@ LIGER, ADASPLASH = ("liger-kernel", "sparsemax"), ("adasplash", "triton_sparsema
 
 
 def _methods(section: str, device: str, columns: int, direction: str, *, quick: bool) -> list[Any]:
-    """Which of them are compared, as keys of the table above."""
+    """The methods to compare, as keys of :data:`METHODS`."""
     cuda = device == "cuda"
     if section == "scales":
         return [SPARSEMAX, ENTMAX, ADASPLASH if cuda else ENTMAX_PACKAGE[0]]
@@ -114,7 +114,7 @@ def _methods(section: str, device: str, columns: int, direction: str, *, quick: 
     if columns <= K:
         found = [key for key in found if METHODS[key][0] != TOPK]
     if not cuda:
-        # A bisection takes seconds on a CPU, where one alpha has to do.
+        # A bisection takes seconds on a CPU, so only one alpha is measured.
         left_out = ("liger-kernel", "adasplash")
         found = [k for k in found if k[0] not in left_out and k[1] != "entmax_bisect 1.5"]
     return [key for key in found if not (quick and "bisect" in key[1])]
@@ -141,7 +141,7 @@ def _case(
 ) -> Case:  # fmt: skip
     rows, columns = shape
     itemsize, backward = DTYPES[dtype].itemsize, direction == BACKWARD
-    # What a compact result has in place of a matrix: values, indices and the size of the support.
+    # Bytes of a compact result instead of a matrix: values, indices and the size of the support.
     compact = rows * (columns * itemsize + MAX_SUPPORT * (itemsize + 8) + 8)
 
     def method(key: tuple[str, str]) -> Method:
@@ -184,7 +184,7 @@ def _cases(place: torch.device, quick: bool) -> list[Case]:
 
 
 def reference(computes: str, inputs: Inputs) -> Results:
-    """Float64 probabilities, and the gradient where one is asked for, of a sample of rows."""
+    """Float64 probabilities, and the gradient if wanted, for a sample of rows."""
     scores, *cotangent = inputs
     rows = _sample_rows(scores)
     leaf = scores[rows].double().requires_grad_()
@@ -196,15 +196,15 @@ def reference(computes: str, inputs: Inputs) -> Results:
 
 
 def compare(method: Method, results: Results, exact: Results, inputs: Inputs) -> dict[str, float]:
-    """The largest error of an entry and of a row sum; of the gradient its relative error."""
+    """The largest error of an entry and of a row sum, and the relative error of the gradient."""
     rows, true = exact["rows"], exact["entries"]
     if method.name == SUPPORT:
         return _compare_support(results, rows, true)
     made = results["entries"]
     sums = _largest(made.sum(-1, dtype=torch.float64) - 1)
     if "gradient" in results:
-        # The gradient jumps where a score enters the support, so rows in which rounding moved such
-        # a score across the edge have two right answers.
+        # The gradient is discontinuous where a score enters the support. Rows whose support changed
+        # by rounding have two correct gradients and are left out.
         same = ((made[rows] > 0) == (true > 0)).all(-1)
         error = driver.relative_error(results["gradient"][rows][same], exact["gradient"][same])
         return {"sums": sums, "gradient": error if 2 * int(same.sum()) >= len(rows) else torch.inf}
@@ -218,7 +218,7 @@ def _compare_support(results: Results, rows: Tensor, true: Tensor) -> dict[str, 
     """Scatter the compact result back into rows whose support fits, and compare those."""
     values, sizes = results["values"], results["size"]
     fits = sizes <= MAX_SUPPORT
-    # Padding has index 0 and value 0: adding leaves a real entry at index 0 alone.
+    # Padding has index 0 and value 0, so adding it does not change a real entry at index 0.
     dense = torch.zeros_like(true)
     dense.scatter_add_(-1, results["indices"][rows], values[rows].double())
     too_small = bool((sizes[rows] < (true > 1e-6).sum(-1)).any())
@@ -230,14 +230,14 @@ def _compare_support(results: Results, rows: Tensor, true: Tensor) -> dict[str, 
 
 
 def _nearest_of_ties(scores: Tensor, true: Tensor, got: Tensor) -> Tensor:
-    """The reference, except that of scores tied for the last place any may be taken."""
+    """The reference, but accepting any choice among scores that are tied for the last place."""
     last = scores.topk(K).values[..., -1:]
     value = true.masked_fill(scores != last, 0).amax(-1, keepdim=True)
     return torch.where(scores == last, torch.where(got > value / 2, value, 0.0), true)
 
 
 def _sample_rows(scores: Tensor) -> Tensor:
-    """The first row, the last, and random ones between."""
+    """The first row, the last row, and random rows."""
     (rows, columns), device = scores.shape, scores.device
     # float64 references of wide rows are slow on a CPU; row sums are checked on all rows anyway.
     most = 64 if device.type == "cuda" else max(4, min(64, 2**19 // max(columns, 1)))

@@ -1,4 +1,4 @@
-"""Losses of many labels per row, on a linear layer and on scores."""
+"""Multi-label losses, on a linear layer and on scores."""
 
 import math
 from functools import partial
@@ -19,9 +19,9 @@ MAIN = {
     LINEAR_BCE: "linear_bce_loss",
     DENSE_ZLPR: "zlpr_loss",
 }
-# Labels of each row that are on.
+# Number of positive labels per row.
 POSITIVES = 8
-# Rows, hidden size and labels; of dense scores rows and labels. By device and whether it is quick.
+# Rows, hidden size and labels; for scores, rows and labels. By device and whether it is quick.
 SHAPES: dict[tuple[str, bool], dict[str, tuple[int, ...]]] = {
     ("cuda", False): {
         LINEAR_ZLPR: (1024, 768, 1_000_000),
@@ -46,12 +46,12 @@ MADE = (
 )
 NOTES = f"""\
 - A shape is rows × hidden size × labels with a linear layer, with the gradients of hidden states
-  and label vectors, and rows × labels on scores, with labels as one byte each. Inputs: {MADE}.
+  and label vectors, and rows × labels on scores, with bool labels. Inputs: {MADE}.
 - Verified: the loss and all gradients of the whole problem, against float64.
-- TFLOP/s are 6·rows·width·labels over the time. On scores the bytes are scores and labels once,
-  with backward once more, and the gradient.
-- torch eager stores all scores in float32, and for ZLPR takes the positives out by their indices;
-  compiled is `torch.compile` of the same. Peers run at their default settings.
+- TFLOP/s are 6·rows·width·labels over the time. On scores, the bytes are those of reading scores
+  and labels once in forward and once more in backward, and of writing the gradient.
+- torch eager stores all scores in float32, and for ZLPR gathers the positives by their indices;
+  compiled is `torch.compile` of the same. Peers run with their default settings.
 """
 
 
@@ -88,7 +88,7 @@ def _bert4torch() -> Call:
     return lambda scores, target: loss(scores, target.to(scores.dtype))
 
 
-# Ours, and the same in torch.
+# Our loss, and the same loss in torch.
 LOSSES: dict[str, tuple[Call, Call]] = {
     LINEAR_ZLPR: (fused.linear_zlpr_loss, _linear_zlpr),
     LINEAR_BCE: (fused.linear_bce_loss, _linear_bce),
@@ -97,7 +97,7 @@ LOSSES: dict[str, tuple[Call, Call]] = {
 
 
 def _methods(section: str, shape: tuple[int, ...], device: str) -> list[Method]:
-    """The baseline, ours, then the others."""
+    """The baseline and the other methods."""
     scores, itemsize = shape[0] * shape[-1], driver.DTYPES[driver.USUAL_DTYPE[device]].itemsize
     (ours, plain), main = LOSSES[section], MAIN[section]
 
@@ -112,7 +112,7 @@ def _methods(section: str, shape: tuple[int, ...], device: str) -> list[Method]:
     else:
         low = partial(ours, chunk_classes="low")
         found.append(made(f"{main}, low memory", OURS, lambda: low))
-    # To compile takes longer than all else on a CPU.
+    # On a CPU, compiling takes longer than everything else.
     if device == "cpu":
         return [eager, *found, *others]
     held = scores * (2 + 2 * itemsize)
@@ -122,7 +122,7 @@ def _methods(section: str, shape: tuple[int, ...], device: str) -> list[Method]:
 
 
 def reference(section: str, inputs: Inputs) -> Results:
-    """The mean loss with its gradients: of hidden and weight, or of the scores."""
+    """The mean loss and the gradients of hidden and weight, or of the scores."""
     *tensors, target = inputs
     leaves = driver.in_float64(*tensors)
 
@@ -149,7 +149,7 @@ def _case(section: str, shape: tuple[int, ...], direction: str, device: str) -> 
     rows, labels = shape[0], shape[-1]
 
     def draw(on: torch.device, seed: int) -> Inputs:
-        """Scores of size 1, and labels that differ from each other within a row."""
+        """Scores ~ N(0, 1), and distinct labels within each row."""
         generator = torch.Generator(on).manual_seed(seed)
         within = labels // POSITIVES
         lists = torch.randint(within, (rows, POSITIVES), generator=generator, device=on)

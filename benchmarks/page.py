@@ -1,4 +1,4 @@
-"""docs/performance.md and its pictures, from the records: the misses as well as the hits."""
+"""Generates docs/performance.md and its figures from the records, missed targets included."""
 
 import math
 from collections.abc import Sequence
@@ -32,30 +32,31 @@ FAMILIES = [
 OPENING = """\
 # Performance
 
-Every figure is the time of a plain eager call in a loop, host time included; *replayed* is the same
-call in a CUDA graph, without the host. *Beside* is the fastest method of another package that
-computes the same in the same run, unless the row names another. A ratio above 1 is a miss.
+Every time is that of a plain eager call in a loop, host time included; *replayed* is the same call
+in a CUDA graph, without host time. *Compared with* is the fastest method of another package that
+computes the same function in the same run, unless the row names another. A ratio above 1 means that
+ours is slower.
 """
 HOW = """\
 ## How it is measured
 
-`python -m benchmarks page` makes this page from the records in `benchmarks/results`. To measure
-your own machine: `python -m benchmarks fused`, or `multilabel`, `contrastive`, `heads`, `maps`,
+`python -m benchmarks page` generates this page from the records in `benchmarks/results`. To measure
+your own machine, run `python -m benchmarks fused`, or `multilabel`, `contrastive`, `heads`, `maps`,
 `attention`, `plain`, `llama`, `sweep`.
 
-- **Verified first.** Each result is compared with a float64 reference on the same inputs. A result
-  of ours that is wrong is not timed; a peer's is timed and marked *inexact*.
-- **Eager time.** Wall clock around consecutive plain calls, from an idle device to an idle device;
-  the competitors of a case take turns in random order, on inputs that rotate; the median.
-- **Replayed time.** Several calls captured as one CUDA graph, by device events. There is none where
-  the host waits for the device within a call, and for calls longer than 20 ms.
-- **Memory.** The most held at once beyond inputs and results: on a GPU what torch allocates, on a
-  CPU the peak of the resident memory of the process.
-- **Targets** are judged by the eager time; *replayed only* means that the device meets one and the
-  host does not. Where a target covers several shapes, the worst counts.
+- **Verified first.** Each result is compared with a float64 reference on the same inputs. If one of
+  our results is wrong, it is not timed; a wrong result of a peer is timed and marked *inexact*.
+- **Eager time.** The median wall-clock time of consecutive plain calls, from an idle device to an
+  idle device. The competitors of a case take turns in random order, on rotating inputs.
+- **Replayed time.** Several calls captured as one CUDA graph, timed by device events. It is not
+  measured for calls in which the host waits for the device, nor for calls longer than 20 ms.
+- **Memory.** The peak beyond inputs and results: on a GPU the memory that torch allocates, on a CPU
+  the resident memory of the process.
+- **Targets** apply to the eager time; *replayed only* means that the replayed time meets the target
+  and the eager time does not. If a target covers several shapes, the worst one counts.
 - Records without a commit are older. Those of fused, multi-label and contrastive losses were timed
-  on a GPU by device events around plain calls, after a pause for the device to catch up in, so that
-  less of the host shows; the eager times of maps are device events around each call.
+  on a GPU by device events around plain calls, after a pause that lets the device catch up, so they
+  include less host time; the eager times of maps are device events around each call.
 """
 
 
@@ -79,7 +80,7 @@ def render(results: Path) -> str:
 
 
 def write(results: Path) -> list[Path]:
-    """Write the page, and the pictures where matplotlib is installed; returns what was written."""
+    """Write the page, and the figures if matplotlib is installed; returns the written paths."""
     PAGE.write_text(render(results), encoding="utf-8")
     written = [PAGE]
     records = newest(read(results))
@@ -96,9 +97,10 @@ def _picture(family: Family) -> str:
 
 
 def _pictured(family: Family, records: Sequence[Record]) -> list[Record]:
-    """GPUs first; where every case has a panel, those of GPUs alone if there are any.
+    """The timed records for the figure of a family, those of GPUs first.
 
-    A family with a table of its own has no picture.
+    If every case has its own panel, only those of GPUs, if there are any. A family with its own
+    table has no figure.
     """
     if family.shown is not None:
         return []
@@ -111,7 +113,10 @@ def _pictured(family: Family, records: Sequence[Record]) -> list[Record]:
 
 
 def _figures(records: Sequence[Record]) -> str:
-    headings = ["", "where", "ms", "replayed", "beside", "ms", "ratio", "memory", "least other"]
+    headings = [
+        "", "device, case", "ms", "replayed", "compared with", "ms", "ratio", "memory",
+        "least other memory",
+    ]  # fmt: skip
     rows = [_figure(figure, table.by_case(records)) for figure in FIGURES]
     return Grid("", headings, rows).markdown()
 
@@ -153,7 +158,7 @@ def _family_blocks(family: Family, records: Sequence[Record]) -> list[str]:
     ]
     if _pictured(family, records):
         picture = f"![{family.title}](pictures/{_picture(family)})"
-        blocks.insert(0, f"## {family.title}: picture\n\n{picture}\n")
+        blocks.insert(0, f"## {family.title}: figure\n\n{picture}\n")
     return blocks
 
 
@@ -172,8 +177,8 @@ def _device(family: Family, records: Sequence[Record]) -> str:
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     commits = ", ".join(dict.fromkeys(r.commit for r in records if r.commit))
     limits = [
-        f"{last.gemm_tflop_per_s:.3g} TFLOP/s of a matrix product" if last.gemm_tflop_per_s else "",
-        f"{1000 * last.copy_tb_per_s:.0f} GB/s of a copy" if last.copy_tb_per_s else "",
+        f"{last.gemm_tflop_per_s:.3g} TFLOP/s (matrix product)" if last.gemm_tflop_per_s else "",
+        f"{1000 * last.copy_tb_per_s:.0f} GB/s (copy)" if last.copy_tb_per_s else "",
     ]
     at = f"at {commits}" if commits else "(commit not recorded)"
     said = f"Measured {last.date[:10]} {at} with {listed}."

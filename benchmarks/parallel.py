@@ -1,10 +1,10 @@
-"""Classes over processes on this machine: ``python -m benchmarks parallel``.
+"""Class-parallel heads on this machine: ``python -m benchmarks parallel``.
 
-Two figures, each verified first. What ClassParallel costs on a mesh of one process, beside the
-plain head. And how much faster two processes with one core each train a full softmax than one
-process with one core: the best possible is 2.
+Measures two ratios, each verified first: the overhead of ClassParallel on a mesh of one process
+over the plain head, and the speed-up of a full softmax on two processes with one core each over one
+process with one core, which is 2 at best.
 
-Processes are pinned to a core each. Nothing else should run meanwhile.
+Each process is pinned to a core. Nothing else should run at the same time.
 """
 
 import json
@@ -47,12 +47,12 @@ def run(json_path: Path | None, commit: str | None) -> int:
     for shape in SHAPES:
         one, two = (_processes(n, shape) for n in (1, 2))
         if abs(one["loss"] - two["loss"]) > 1e-4 * abs(one["loss"]):
-            print(f"two processes: loss {two['loss']} beside {one['loss']}", file=sys.stderr)
+            print(f"two processes: got loss {two['loss']}, expected {one['loss']}", file=sys.stderr)
             return 1
         names = "one process {:.1f} ms, two {:.1f} ms"
         keep("two processes", shape, names, one["milliseconds"], two["milliseconds"])
     for shape in ONE:
-        keep("mesh of one", shape, "plain head {:.3f} ms, spread {:.3f} ms", *_mesh_of_one(shape))
+        keep("mesh of one", shape, "plain head {:.3f} ms, sharded {:.3f} ms", *_mesh_of_one(shape))
     return 0
 
 
@@ -100,7 +100,7 @@ def _measure(folder: Path, processes: int, rows: int, width: int, classes: int, 
 
 
 def _mesh_of_one(shape: Any) -> tuple[float, float]:
-    """Milliseconds of a plain head, and of the same one on a mesh of one process, in turn."""
+    """Milliseconds of a plain head, and of a ClassParallel on a mesh of one process, in turn."""
     rows, width, classes = shape
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(

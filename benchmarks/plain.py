@@ -1,6 +1,6 @@
-"""Calls of the sweep at sizes that people meet, beside compiled torch: eager and replayed.
+"""Calls of the sweep at common sizes, compared with compiled torch, eager and replayed.
 
-Losses on stored scores, layers whose sizes are odd, and small problems, where the host decides.
+Losses on stored scores, layers with odd sizes, and small problems, which are limited by the host.
 """
 
 import torch
@@ -13,11 +13,11 @@ NOTES = """\
 - Calls and torch code are those of *Every call*. *Compiled* is `torch.compile` of that code, which
   for a sparse map or loss is the softmax or cross entropy, another function of the same shape.
 - Verified: results and gradients, as there.
-- 128,259 classes are Llama's and three tokens that someone added; 32,003 and 50,257 are others that
-  no tile divides. The aligned neighbour of each is beside it.
+- 128,259 classes are Llama's vocabulary with three added tokens; 32,003 and 50,257 are other sizes
+  that are not multiples of a tile. Each is listed with its aligned neighbour.
 """
 
-# By the dtype: rows and classes of stored scores; the last of a CPU are small.
+# Rows, classes and dtype of stored scores, by device.
 SCORES = {
     "cuda": (
         (65536, 1024, "bfloat16"),
@@ -57,7 +57,7 @@ def _cases(device: torch.device, quick: bool) -> list[Case]:
     ]
     usual = "bfloat16" if kind == "cuda" else "float32"
     asked += [(LAYER, Size(*size), usual) for size in LAYERS[kind][:some]]
-    # Compiling takes a CPU longer than all of a quick run.
+    # On a CPU, compiling takes longer than a whole quick run.
     return [
         specs[name].case(size, dtype, compiled=not quick, replayed=True)
         for name, size, dtype in asked

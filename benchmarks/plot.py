@@ -1,4 +1,4 @@
-"""One picture for all families: bars of times and memory per case, or lines against a size."""
+"""The figures of all families: bars of time and memory per case, or lines over a size."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -16,9 +16,9 @@ INSTALL_COMMAND = 'pip install "lastlayer[lab]"'
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 OURS_COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#CC79A7")
 OTHER_COLOURS = ("#D55E00", "#000000", "#F0E442", "#7F7F7F")
-# Inches: of a bar, of what a panel has around its bars, and of a panel of lines.
+# Heights in inches: of a bar, of the margins of a panel of bars, and of a panel of lines.
 _BAR, _MARGIN, _LINES = 0.21, 0.62, 4.2
-# Bars of methods that take more times as long as the fastest are cut off.
+# Bars are cut off at this multiple of the fastest method's.
 _LONGEST = 5.0
 
 
@@ -31,7 +31,7 @@ def draw(records: Sequence[Record], path: Path, sweeps: Mapping[str, str]) -> No
     """Write a PNG of all cases that were timed, one row of panels per case or sweep.
 
     Raises:
-        ValueError: nothing was timed.
+        ValueError: if nothing was timed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def draw(records: Sequence[Record], path: Path, sweeps: Mapping[str, str]) -> No
 
 
 def _lines(panel: "Axes", records: list[Record], axis: str) -> None:
-    """Time against a size, solid for plain calls and dotted for replayed graphs."""
+    """Time over a size, solid for plain calls and dotted for replayed graphs."""
     ours, others = cycle(OURS_COLOURS), cycle(OTHER_COLOURS)
     for label in dict.fromkeys(r.label for r in records):
         mine = [r for r in records if r.label == label]

@@ -1,4 +1,4 @@
-"""One measurement as a line of JSON: what was measured, where, at which commit, what came out."""
+"""One measurement as a line of JSON: the method, the case, the machine, the commit, the results."""
 
 import json
 import math
@@ -32,29 +32,29 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One method on one case; what was not measured is None.
+    """One method on one case; values that were not measured are None.
 
     Attributes:
         run: name of the run, the same in all its records.
-        commit: short hash of the source, with ``-dirty`` where it had local changes.
-        source: the distribution that the method comes from.
+        commit: short hash of the source, with ``-dirty`` if it had local changes.
+        source: the distribution that the method is from.
         computes: the function that it computes.
         median_ms: time of a plain eager call, host time included; with p20_ms and p80_ms.
-        replayed_ms: time per call of a replayed CUDA graph; None where the call cannot be captured.
-        baseline: label of the method that times of the case are divided by.
-        flop: floating-point operations that the problem needs, whatever the method does.
+        replayed_ms: time per call of a replayed CUDA graph; None if the call cannot be captured.
+        baseline: label of the method by whose time the times of the case are divided.
+        flop: floating-point operations that the problem needs, the same for all methods.
         bytes: the fewest bytes that the problem must read and write.
         gemm_tflop_per_s: rate of a large matrix product in the same run.
         copy_tb_per_s: bytes per second that a copy of a large buffer reads and writes.
-        peak_bytes: most memory held at once beyond inputs and results (heads: and parameters;
-            their gradients count).
-        errors: distance to the float64 reference by the name of the result.
-        verified: whether all of these are within the tolerances; ``status`` is "ok" or the reason.
-        scale: standard deviation of the scores, of maps; ``scores`` the kind of scores, of fused
-            losses; ``inputs`` how inputs are made.
-        settings: what was chosen for this many classes, such as cutoffs; ``parameters`` how many
-            the head has.
-        support_mean: classes with a probability above zero per row, where a function has few.
+        peak_bytes: peak memory beyond inputs and results (heads: and parameters; their gradients
+            count).
+        errors: errors against the float64 reference, by the name of the result.
+        verified: whether all errors are within the tolerances; ``status`` is "ok" or the reason.
+        scale: standard deviation of the scores, for maps; ``scores`` is the kind of scores, for
+            fused losses; ``inputs`` describes the inputs.
+        settings: settings of a head, such as cutoffs; ``parameters`` is its number of parameters.
+        support_mean: mean number of classes with a probability above zero per row, for sparse
+            functions.
     """
 
     run: str
@@ -108,7 +108,7 @@ class Record:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this library was measured."""
+        """Whether the method is from this library."""
         return self.source == OURS
 
     @property
@@ -118,17 +118,17 @@ class Record:
 
     @property
     def case(self) -> tuple[Any, ...]:
-        """What identifies the case, also between runs and machines."""
+        """The key of the case, the same in all runs and on all machines."""
         kind = self.dtype, self.direction, self.scale, self.scores
         return self.family, self.section, self.shape, *kind
 
     def rate(self, milliseconds: float | None) -> float | None:
-        """Tera-operations per second, or terabytes per second where bytes are the work."""
+        """Tera-operations per second, or terabytes per second if the work is in bytes."""
         work = self.flop if self.flop is not None else self.bytes
         return work / milliseconds / 1e9 if work and milliseconds else None
 
     def of_limit(self, milliseconds: float | None) -> float | None:
-        """That rate over the limit of the device: a matrix product, or a copy."""
+        """The rate divided by the limit of the device: that of a matrix product, or of a copy."""
         rate = self.rate(milliseconds)
         limit = self.gemm_tflop_per_s if self.flop is not None else self.copy_tb_per_s
         return rate / limit if rate and limit else None
@@ -151,7 +151,7 @@ def title(
 
 
 def append(path: Path, record: Record) -> None:
-    """Write one line, without the fields that have no value; the file is made where needed."""
+    """Append one line, without empty fields; the file is created if needed."""
     values = {k: _finite(v) for k, v in asdict(record).items() if v is not None and v != {}}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(values) + "\n")
@@ -160,10 +160,10 @@ def append(path: Path, record: Record) -> None:
 def read(path: Path) -> list[Record]:
     """All records of a file, or of the ``*.jsonl`` files of a folder, in order.
 
-    Lines of ``python -m benchmarks structure``, ``vectors`` and ``parallel`` are passed over.
+    Lines of ``python -m benchmarks structure``, ``vectors`` and ``parallel`` are skipped.
 
     Raises:
-        ValueError: a line is no record; the message names file and line.
+        ValueError: if a line is not a record; the message names the file and the line.
     """
     if path.is_dir():
         return [record for each in sorted(path.glob("*.jsonl")) for record in read(each)]
@@ -173,7 +173,7 @@ def read(path: Path) -> list[Record]:
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """Of each case on each device the records of its newest run that was not quick, by date."""
+    """The records of the newest run of each case on each device that was not quick, by date."""
     full = sorted((r for r in records if not r.quick), key=lambda r: r.date)
     run = {(r.device, r.case): r.run for r in full}
     return [r for r in full if r.run == run[r.device, r.case]]
@@ -200,10 +200,10 @@ def _parse(line: str, where: str) -> Record | None:
 
 
 def _from_old(values: dict[str, Any]) -> dict[str, Any]:
-    """A record of before commits were kept, in today's fields.
+    """Converts an old record without a commit to the current fields.
 
-    There the median was that of a replayed graph where ``eager_ms`` was given beside it, rates were
-    kept in place of the work, and each error had a field.
+    In these, ``median_ms`` is the replayed time if there is an ``eager_ms``, rates were stored
+    instead of the work, and each error had its own field.
     """
     values = dict(values)
     median, eager = values.get("median_ms"), values.get("eager_ms")
@@ -224,13 +224,13 @@ def _from_old(values: dict[str, Any]) -> dict[str, Any]:
     values["errors"] = {name: error for name, error in errors.items() if error is not None}
     made = values.get("scores_made", values.get("inputs_made"))
     values |= {} if made is None else {"inputs": made}
-    # Other fields follow from these, or are not kept.
+    # Other fields can be computed from these, or are no longer used.
     known = {each.name for each in fields(Record)}
     return {name: value for name, value in values.items() if name in known}
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity; the status says that an error was not finite."""
+    """Replaces NaN and infinity, which JSON lacks, by None; the status names the error."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -238,7 +238,7 @@ def _finite(value: Any) -> Any:
 
 @cache
 def version(distribution: str) -> str | None:
-    """Version of an installed distribution, None where it is not installed."""
+    """Version of a distribution, None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -246,12 +246,12 @@ def version(distribution: str) -> str | None:
 
 
 def now() -> str:
-    """The time, UTC, to the second."""
+    """The current time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def commit() -> str | None:
-    """Short hash of the checked-out commit, with ``-dirty`` where the code differs from it."""
+    """Short hash of the checked-out commit, with ``-dirty`` if the code differs from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -266,7 +266,7 @@ def commit() -> str | None:
 
 
 def environment(device: torch.device, *, quick: bool, at: str | None = None) -> dict[str, Any]:
-    """The fields that all records of a run share; ``at`` is the commit where git cannot say."""
+    """The fields that all records of a run share; ``at`` is the commit if git is not available."""
     on_cpu = device.type == "cpu"
     return {
         "run": f"{now()} {os.getpid()}",

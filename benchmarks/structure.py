@@ -1,6 +1,6 @@
-"""Figures of simplicity and host time: files, lines, operations per step, seconds of first calls.
+"""Code size and host time: files, lines, operations per step, seconds of first calls.
 
-Timed figures are the smallest of several samples, as other work on the machine only adds to them.
+Times are the smallest of several samples, since other processes can only increase them.
 """
 
 import json
@@ -27,11 +27,11 @@ from lastlayer import fused, heads, samplers, trees
 
 PACKAGE = Path(lastlayer.__file__).parent
 ROWS, WIDTH, CLASSES, DRAWN = 32, 16, 100, 20
-# Folders that are no part of the core.
+# Folders that are not part of the core.
 OUTSIDE = ("lab", "integrations")
 COMPILED_PACKAGES = ("numba", "rich", "scipy")
 
-# By figure, the most that is accepted; of files and lines both.
+# Largest accepted values; for folders, of files and of lines.
 FOLDER_TARGETS: dict[str, tuple[int | None, int | None]] = {
     "core": (250, 35_000), "heads": (34, 7_000), "fused": (20, 6_000), "losses": (16, None),
     "testing": (12, None), "trees": (16, None), "kernels": (None, None),
@@ -46,7 +46,7 @@ OPERATION_TARGETS = {
 }  # fmt: skip
 FIRST_CALLS_TARGET, STEP_TARGET = 2.5, 350
 
-# Large enough for several threads. What importing lastlayer costs is part of it.
+# Large enough for several threads. The time includes the import of lastlayer.
 FIRST_CALLS = """
 import time, torch
 start = time.process_time()
@@ -78,7 +78,7 @@ class Figure(NamedTuple):
 
 
 def _steps() -> dict[str, Callable[[], None]]:
-    """Forward and backward of each, on 32 rows, 16 features and 100 classes."""
+    """Forward and backward of each function or head, on 32 rows, 16 features and 100 classes."""
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _steps() -> dict[str, Callable[[], None]]:
 
 
 class _Count(TorchDispatchMode):
-    """Counts what goes through the dispatcher."""
+    """Counts operations that go through the dispatcher."""
 
     operations: int = 0
 
@@ -121,10 +121,10 @@ class _Count(TorchDispatchMode):
 
 
 def operations(step: Callable[[], None], *, eager: bool = False) -> int:
-    """Operations that one step dispatches; ``eager`` counts those of a plain call's own path."""
+    """Operations that one step dispatches; ``eager`` counts those of the eager code path."""
     for _ in range(3):
         step()
-    # Inside a dispatch mode, which lastlayer notices, it would leave its eager path.
+    # lastlayer would leave its eager path if it detected the dispatch mode.
     unnoticed = patch.object(torch._C, "_len_torch_dispatch_stack", lambda: 0)
     counted = _Count()
     with unnoticed if eager else nullcontext(), counted:
@@ -154,7 +154,7 @@ def files(step: Callable[[], None]) -> set[str]:
 
 
 def microseconds(step: Callable[[], Any]) -> float:
-    """CPU time of this thread per call in a loop: the host's work, whatever else is running."""
+    """CPU time of this thread per call in a loop, which excludes other processes."""
     times = timeit.repeat(step, timer=time.thread_time, repeat=20, number=50)
     return 1e6 * min(times) / 50
 
@@ -175,7 +175,7 @@ def _folders() -> Iterator[Figure]:
 
 
 def measure() -> Iterator[Figure]:
-    """All figures, those that are quick to find first."""
+    """All figures, the quickest to measure first."""
     yield from _folders()
     steps = _steps()
     for name, most in FILE_TARGETS.items():

@@ -1,8 +1,8 @@
-"""The lab on real data until it has converged: ``python -m benchmarks study NAME DATA``.
+"""The lab on real data, trained to convergence: ``python -m benchmarks study NAME DATA``.
 
-A comparison can take several sittings: stop it with Ctrl-C and call it again. What is kept of one
-is a JSON file of its settings, results and curves, from which the page of the docs is made;
-remarks about it are in a Markdown file beside it.
+A comparison can be stopped with Ctrl-C and resumed by the same command. Its settings, results and
+curves are saved as a JSON file, from which the page of the docs is generated; remarks are in a
+Markdown file of the same name.
 """
 
 import json
@@ -28,7 +28,7 @@ _NORMALISED = (
     "entmax", "sparsemax", "adaptive_importance",
 )  # fmt: skip
 _LABELS = ("zlpr", "bce", "asymmetric", "sparsemax_labels")
-# Columns of the page, by task, as far as they were measured; times only from an idle machine.
+# Columns of the page by task, if they were measured; times are shown only for an idle machine.
 _COLUMNS = {
     "lm": ("perplexity", "eps_perplexity", "top1", "top10", "calibration_error"),
     "classification": ("top1", "top5", "macro_f1", "perplexity", "coverage", "calibration_error"),
@@ -37,48 +37,47 @@ _COLUMNS = {
     ),
 }  # fmt: skip
 _OF_ALL, _TIMES = ("gain", "lr"), ("step_ms",)
-# A gain over the last quarter of the steps that counts as none.
+# A head has converged if it gained no more than this over the last quarter of the steps.
 _CONVERGED = 0.01
 
 _OPENING = """\
 # Study: the heads on real data
 
-The lab trained every head on real data until validation no longer improved, or hardly (each part
-says how far it came), with three seeds. Everything but the head is the same: backbone, batches,
-number of steps. Each head has the learning rate that was best on validation data in short runs, and
-is judged on test data with its best model by validation. Means over seeds have 95% confidence
-intervals in parentheses. All parts but the first are small enough for a CPU.
+The lab trained every head on real data with three seeds, until validation had almost stopped
+improving; each part says whether the runs converged. Backbone, batches and number of steps are the
+same for all heads. The learning rate of each head is the best on validation data in short runs.
+Test results are those of the best checkpoint on validation data. Means over seeds have 95%
+confidence intervals in parentheses. All parts but the first are small enough for a CPU.
 """
 _AGAIN = """\
 ## How to run it again
 
 ```bash
 python -m benchmarks study NAME DATA --out FOLDER
-python -m benchmarks page    # makes this page from what was kept
+python -m benchmarks page    # generates this page from the saved results
 ```
 
 `NAME` is `wikitext2`, `wikitext2-part`, `cooking-first-tag`, `cooking` or `start`. Stop it with
-Ctrl-C and start it again: it goes on where it was. `DATA` is a folder with
-`wikitext2/` (the train, valid and test files of WikiText-2), `cooking.txt` (the questions of
-fastText's tutorial, one per line after their `__label__` tags) and `cooking-first-tag.txt` (the
-same with the first tag of each line alone). Settings, results and curves are kept in
-`benchmarks/results/study`.
+Ctrl-C and run the same command to resume. `DATA` is a folder with `wikitext2/` (the train, valid
+and test files of WikiText-2), `cooking.txt` (the questions of fastText's tutorial, one per line
+after their `__label__` tags) and `cooking-first-tag.txt` (the same with only the first tag of each
+line). Settings, results and curves are saved in `benchmarks/results/study`.
 """
 _NOT_YET = """\
-All heads on WikiText-2 with its 33,278 words need a GPU. One command makes the comparison
-(`python -m benchmarks study wikitext2 DATA --out FOLDER`), but it has not been run yet.
+All heads on WikiText-2 with its 33,278 words need a GPU. This comparison
+(`python -m benchmarks study wikitext2 DATA --out FOLDER`) has not been run yet.
 """
 
 
 @dataclass(frozen=True)
 class Study:
-    """A data set, and how it is learned.
+    """A data set, and the options of its comparison.
 
     Attributes:
-        data: below the folder of the data sets.
-        title: of its part of the page.
-        about: what the page says of the data.
-        options: of ``lastlayer compare``.
+        data: path in the folder of the data sets.
+        title: title of its section of the page.
+        about: description of the data on the page.
+        options: options of ``lastlayer compare``.
     """
 
     data: str
@@ -88,7 +87,7 @@ class Study:
 
 
 class ColdSoftmax(FullSoftmax):
-    """Starts at random biases, to see what the class frequencies are worth."""
+    """A full softmax with random initial biases, to measure the effect of class frequencies."""
 
     def init_bias_from_counts(self, _counts: Any) -> None:
         raise NotImplementedError("starts at random biases on purpose")
@@ -106,18 +105,18 @@ STUDIES = {
             heads=_NORMALISED, task="lm", budget="4epochs", batch=16, length=32, width=64,
             vocab_size=10_000, limit=300_000, threads=1)),
     "cooking-first-tag": Study(
-        "cooking-first-tag.txt", "One class of many: the first tag of a question",
-        "15,404 titles of questions about cooking; the class is the first tag, one of 533.",
+        "cooking-first-tag.txt", "Classification: the first tag of a question",
+        "15,404 titles of questions about cooking; the class is the first tag (533 classes).",
         CompareOptions(heads=_NORMALISED, task="classification", budget="10epochs")),
     "cooking": Study(
-        "cooking.txt", "Several labels: all tags of the same questions",
-        "736 tags, 2.3 for each title.",
+        "cooking.txt", "Multi-label: all tags of the same questions",
+        "736 tags, 2.3 per title on average.",
         CompareOptions(heads=_LABELS, task="multilabel", budget="20epochs")),
     "start": Study(
-        "wikitext2", "What a start at the class frequencies is worth",
+        "wikitext2", "Initialising biases to the class frequencies",
         "A language model on the first 200,000 tokens of WikiText-2 with its 8,000 most frequent "
-        "words. The lab starts the biases of all heads at the class frequencies; `ColdSoftmax` is "
-        "the full softmax with random biases.",
+        "words. The lab initialises the biases of all heads to the class frequencies; "
+        "`ColdSoftmax` is the full softmax with random biases.",
         CompareOptions(
             heads=("full", "benchmarks.study:ColdSoftmax"), task="lm", budget="6epochs", batch=16,
             length=32, width=64, vocab_size=8_000, limit=200_000)),
@@ -125,16 +124,16 @@ STUDIES = {
 
 
 def run(data: Path, name: str, out: Path, kept: Path) -> bool:
-    """Makes the runs that are not there yet, one after the other, and keeps what they gave.
+    """Runs a comparison, or resumes it, and saves its results.
 
     Args:
         data: the folder of the data sets.
-        name: of the study.
-        out: the folder of the comparison, which is gone on with.
+        name: name of the study.
+        out: the folder of the comparison.
         kept: the folder of the JSON files.
 
     Returns:
-        Whether all runs are there.
+        Whether all runs are finished.
     """
     torch.set_float32_matmul_precision("high")
     study = STUDIES[name]
@@ -148,7 +147,7 @@ def run(data: Path, name: str, out: Path, kept: Path) -> bool:
 
 
 def pack(folder: Path) -> dict[str, Any]:
-    """What a folder of the lab says, without its models, examples and training losses."""
+    """The contents of a folder of the lab, without models, examples and training losses."""
 
     def read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -158,7 +157,7 @@ def pack(folder: Path) -> dict[str, Any]:
     for path in sorted((folder / "runs").glob("*/result.json")):
         result = {k: each for k, each in read(path).items() if k not in ("explorer", "traceback")}
         curve = path.parent / "metrics.jsonl"
-        # A run that was stopped at once has none.
+        # A run that was stopped immediately has no curve.
         lines = curve.read_text(encoding="utf-8").splitlines() if curve.is_file() else []
         points = [point for each in lines if (point := json.loads(each))["kind"] == "valid"]
         runs[path.parent.name] = {"result": result, "metrics": points}
@@ -167,7 +166,7 @@ def pack(folder: Path) -> dict[str, Any]:
 
 
 def unpack(kept: dict[str, Any], folder: Path) -> None:
-    """The folder again, as far as the lab's reports read it."""
+    """Restores the files of the folder that the lab's reports read."""
     files: dict[str, Any] = {"compare.json": kept["compare"], "rates.json": kept["rates"]}
     for name, made in kept["runs"].items():
         files[f"runs/{name}/config.json"] = {**kept["compare"], **made["result"]}
@@ -181,7 +180,7 @@ def unpack(kept: dict[str, Any], folder: Path) -> None:
 
 
 def write_page(kept: Path, docs: Path) -> list[Path]:
-    """docs/study.md and its pictures, from the files that :func:`run` kept; what was written."""
+    """Writes docs/study.md and its figures from the saved files; returns the written paths."""
     parts, written = [_OPENING], []
     for name, study in STUDIES.items():
         path = kept / f"{name}.json"
@@ -204,7 +203,7 @@ def write_page(kept: Path, docs: Path) -> list[Path]:
 
 
 def _section(study: Study, results: Results, picture: str) -> list[str]:
-    """One comparison: what was run, how far it came, what was found."""
+    """The section of one comparison: its setup, convergence and findings."""
     from lastlayer.lab.report import tables
 
     asked, metric = results.comparison, results.metric
@@ -225,12 +224,12 @@ def _section(study: Study, results: Results, picture: str) -> list[str]:
         " ".join([_maturity(results), *(findings[:1] if busy else findings)]) + "\n",
         *([_lead(results)] if len(results.ranked) == 2 and metric.log else []),
         tables.markdown_table(results, columns),
-        *(["Other programs ran on the machine meanwhile, so that times are left out.\n"] * busy),
+        *(["Times are left out: other programs ran on the machine at the same time.\n"] * busy),
     ]  # fmt: skip
 
 
 def _lead(results: Results) -> str:
-    """Validation perplexity of two heads along the way, and how far the better one is ahead."""
+    """A table of the validation perplexity of two heads by step, and the lead of the better one."""
     metric, (one, other) = results.metric, results.ranked
     rows = [["steps", one.title, other.title, "lead"], ["--:"] * 4]
     for step in (point.step for point in one.finished[0].valid):
@@ -241,7 +240,7 @@ def _lead(results: Results) -> str:
 
 
 def _validated(summary: HeadSummary, metric: Metric, step: int) -> float:
-    """The mean over seeds after so many steps."""
+    """The mean over seeds after ``step`` steps."""
     points = [point for run in summary.finished for point in run.valid if point.step == step]
     found = estimate([quality_of(each, metric) or 0.0 for each in points], log=metric.log)
     if found is None:
@@ -260,7 +259,7 @@ def _draw(results: Results, path: Path) -> None:
 
 
 def _maturity(results: Results) -> str:
-    """Whether the runs have converged."""
+    """A sentence on whether the runs have converged."""
     runs = [run for each in results.summaries for run in each.finished]
     early = sum(run.numbers["best_step"] < run.numbers["steps"] for run in runs)
     told = f"{early} of {len(runs)} runs were best on validation data before their last step"

@@ -1,6 +1,6 @@
-"""Every public call beside the few lines of torch that one would write instead, worst ratio first.
+"""Every public call compared with the obvious torch code, worst ratio first.
 
-A call on scores or on a linear layer is one line of :data:`SPECS`; heads come from their registry.
+A call on scores or on a linear layer is one line of :data:`SPECS`; heads are those of the registry.
 """
 
 import math
@@ -25,13 +25,13 @@ from lastlayer.heads import in_batch_softmax_loss
 from lastlayer.maps.support import Support
 from lastlayer.maps.tsallis import tsallis_entropy
 
-# Classes of entmax_support; the deviation of scores.
+# max_support of entmax_support; standard deviation of the scores.
 MOST, SPREAD = 64, 3.0
-# More classes than any row of such scores gives a probability.
+# More classes than the support of any row of such scores.
 _SUPPORTED = 1024
-# Ratios above this are misses.
+# Ratios above this count as slower, or as more memory.
 BAR = 1.1
-# Below so many bytes memory is not compared: on a CPU it is the resident memory of the process.
+# Below this many bytes memory is not compared: resident memory on a CPU is noisy.
 _LEAST_BYTES = {"cuda": 1_000_000, "cpu": 32_000_000}
 
 
@@ -47,14 +47,14 @@ SIZES = {
     "cpu": (Size(8, 16, 100), Size(64, 64, 1000), Size(255, 127, 20003)),
     "cuda": (Size(256, 256, 10_000), Size(4096, 512, 32_000), Size(4095, 512, 50_257)),
 }
-# Of a run, in seconds.
+# Time budget of a run, in seconds.
 SECONDS = {"cpu": 360.0, "cuda": 240.0}
 
-# Public names that are no calls to be timed.
+# Public names that are not timed, and why.
 NOT_TIMED = {
     **dict.fromkeys(
         ("Entmax", "Sparsemax", "TopKSoftmax", "EntmaxLoss", "SparsemaxLoss", "TopKSoftmaxLoss",
-         "ZLPRLoss", "InfoNCELoss"), "a module that calls the function of its name",
+         "ZLPRLoss", "InfoNCELoss"), "a module that calls the function of the same name",
     ),
     **dict.fromkeys(("Support", "Statistics", "Mixed"), "a tuple of results"),
     **dict.fromkeys(
@@ -62,60 +62,61 @@ NOT_TIMED = {
         "a package",
     ),
     **dict.fromkeys(
-        ("mixup", "mixup_from_indices", "smooth_labels"), "prepares labels, before the step"
+        ("mixup", "mixup_from_indices", "smooth_labels"), "prepares labels before the step"
     ),
     "NegativeQueue": "holds the keys of earlier steps",
     "ZLPRCalibrator": "is fitted once, on held-out data",
     "debug": "a context that checks values",
 }  # fmt: skip
 
-# By a part of the title, why a call takes longer than torch's; the first that fits.
-_NODES = "every node of the tree has to be looked at"
-_AGAIN = "of the best classes by rounded scores the exact scores are made one by one"
-_HOST = "host time: checks of arguments, and Python around the kernels"
+# Why a call takes longer than torch's, by a part of its title; the first match is used.
+_NODES = "every node of the tree must be computed"
+_AGAIN = "the scores of the best classes are recomputed exactly, one by one"
+_HOST = "host time: argument checks, and Python code around the kernels"
 REASONS = {
-    "adaptive_importance: step": "a row scores draws of its own, one class vector at a time",
+    "adaptive_importance: step": "each row scores its own draws, one class vector at a time",
     "hierarchical: log_prob all": _NODES,
     "two_level: log_prob all": _NODES,
     " 8×": _HOST,
     " 64×": _HOST,
-    "zlpr_probability": "the scores are doubled first: a pass more than a sigmoid",
-    "fenchel_young_loss": "in float32, where torch's code stays in the dtype of the scores",
-    "learnable alpha": "powers with an exponent per row, and the gradient of alpha",
-    "dim 0": "columns are turned into rows and back",
+    "zlpr_probability": "the scores are doubled first: one pass more than a sigmoid",
+    "fenchel_young_loss": "computed in float32, torch's code in the dtype of the scores",
+    "learnable alpha": "powers with one exponent per row, and the gradient of alpha",
+    "dim 0": "the scores are transposed and back",
     "linear_topk": _AGAIN,
-    "linear_entmax": "the host waits for the lists of classes that count",
-    "head entmax: step": "the host waits for the lists of classes that count",
-    "head sparsemax: step": "the host waits for the lists of classes that count",
+    "linear_entmax": "the host waits for the lists of classes in the support",
+    "head entmax: step": "the host waits for the lists of classes in the support",
+    "head sparsemax: step": "the host waits for the lists of classes in the support",
     "head topk: step": _AGAIN,
-    "sparsemax_labels: step": "scores in float32 beside a dense matrix of labels",
-    "adaptive: log_prob target": "rows are sorted by cluster: the host waits for their numbers",
-    "reduction none": "the gradient of the scores is scaled row by row in backward: a pass more",
+    "sparsemax_labels: step": "float32 scores, and a dense matrix of labels",
+    "adaptive: log_prob target": "rows are grouped by cluster: the host waits for the group sizes",
+    "reduction none": "backward scales the gradient of the scores by row: one more pass",
     ": step": _HOST,
 }
 
 NOTES = f"""\
 - Every public map, loss and fused function, and for every registered head a step (forward +
-  backward), `log_prob` of all classes and of the targets, `topk({K})` and `sample()`, beside what
-  one would write in torch. *Other function* marks code that computes something else of the same
-  shape, where torch has no such function. A character CNN is beside the same network in torch
-  modules. torch's losses stay in the dtype of the scores; its log-probabilities are float32.
+  backward), `log_prob` of all classes and of the targets, `topk({K})` and `sample()`, compared with
+  the obvious torch code. *Other function* marks torch code that computes a different function of
+  the same shape, because torch does not have this one. A character CNN is compared with the same
+  network of torch modules. torch's losses use the dtype of the scores; its log-probabilities are
+  float32.
 - A shape is rows × hidden size × classes, or rows × classes of scores, which are N(0, {SPREAD:g}²).
-- Verified: results and gradients, against torch code in float64 where that computes the same, and
-  else against the reference implementation or the head itself in float64; draws by a χ² test.
-- Times are the 20th percentile, which other processes disturb less than the median.
-- Shown are the calls whose ratio of time or memory is above {BAR}, worst first. Memory is beyond
-  inputs and parameters; results and gradients count.
+- Verified: results and gradients, against torch code in float64 if that computes the same, and
+  otherwise against the reference implementation or the head itself in float64; draws by a χ² test.
+- Times are the 20th percentile, which is less affected by other processes than the median.
+- The table lists the calls with a ratio of time or memory above {BAR}, worst first. Memory is
+  beyond inputs and parameters; results and gradients count.
 """
 
 
-# Inputs that get a gradient; one that is the gradient of the result comes last.
+# Inputs that get a gradient, and names of the last input if that is the upstream gradient.
 _LEAVES = ("scores", "alpha", "hidden", "weight", "query", "key", "positive", "negative")
 _UPSTREAM = ("upstream", "of_rows")
 
 
 def draw(takes: Sequence[str], size: Size, dtype: str, generator: torch.Generator) -> Inputs:
-    """Inputs by their names."""
+    """Draws the inputs of the given names."""
     rows, width, classes = size
     on: dict[str, Any] = {"device": generator.device}
     wide = torch.promote_types(driver.DTYPES[dtype], torch.float32)
@@ -137,7 +138,7 @@ def draw(takes: Sequence[str], size: Size, dtype: str, generator: torch.Generato
         "scores": lambda: normal(rows, classes, scale=SPREAD),
         "upstream": lambda: normal(rows, classes),
         "of_rows": lambda: normal(rows),
-        # One per row: the gradient of a single one is a sum that may cancel.
+        # One alpha per row: the gradient of a single alpha is a sum over rows that may cancel.
         "alpha": lambda: torch.full((rows, 1), 1.5, dtype=wide, **on),
         "mask": lambda: normal(rows, classes) > -1.0,
         "ids": lambda: ids(classes, rows),
@@ -156,13 +157,13 @@ class Spec:
     """One call on scores or a linear layer.
 
     Attributes:
-        name: the public name, and a variant behind a comma.
-        takes: names of inputs; a last one "upstream" or "of_rows" is the gradient of the result,
-            which is else a loss.
-        plain: torch code on the same inputs, and ``beside``, what tables call it.
-        exact: what ``ours`` computes, in float64; None where ``plain`` computes the same.
-        forward: whether no gradient is taken.
-        half: tolerances in half precision, where they are not the usual ones.
+        name: the public name, and a variant after a comma.
+        takes: names of the inputs. If the last is "upstream" or "of_rows", it is the upstream
+            gradient of the result; otherwise the result is a loss.
+        plain: torch code on the same inputs; ``beside`` is its name in tables.
+        exact: the function of ``ours``, in float64; None if ``plain`` computes the same.
+        forward: whether to run without gradients.
+        half: tolerances in half precision that differ from the default.
     """
 
     name: str
@@ -177,7 +178,7 @@ class Spec:
     def case(
         self, size: Size, dtype: str, *, compiled: bool = False, replayed: bool = False
     ) -> Case:
-        """Torch's code, then ours; and torch's compiled."""
+        """A case with torch's code, ours, and optionally torch's code compiled."""
         names = self.takes.split()
         gradients = () if self.forward else tuple(name for name in names if name in _LEAVES)
         shape = (size.rows, size.width) if names[0] in ("query", "positive") else size[::2]
@@ -211,7 +212,7 @@ class Spec:
 
 
 def _call(function: Call, gradients: Sequence[str], last: str, *inputs: Tensor) -> Results:
-    """Results by name, and the gradients of the first inputs."""
+    """Results by name, and the gradients of the inputs named in ``gradients``."""
     weighted = last in _UPSTREAM
     with torch.set_grad_enabled(bool(gradients)):
         made: Any = function(*(inputs[:-1] if weighted else inputs))
@@ -227,13 +228,13 @@ def _call(function: Call, gradients: Sequence[str], last: str, *inputs: Tensor) 
 
 
 def _compared(_: Method, results: Results, exact: Results, inputs: Inputs) -> dict[str, float]:
-    """Relative distances; of a support, that of the probabilities it stands for."""
+    """Relative errors; for a support, the relative error of its dense probabilities."""
     if "indices" in results:
         zeros = inputs[0].new_zeros(inputs[0].shape, dtype=torch.float64)
         made = zeros.scatter_add(-1, results["indices"], results["values"].double())
         true = zeros.scatter_add(-1, exact["indices"], exact["values"])
         return {"probs": driver.relative_error(made, true)}
-    # Which of nearly equal scores is the best one is up to rounding: no ids.
+    # Ids are not compared: rounding decides between nearly equal scores.
     wanted: dict[str, Any] = dict(exact)
     return {
         name: driver.relative_error(results[name], each)
@@ -243,7 +244,7 @@ def _compared(_: Method, results: Results, exact: Results, inputs: Inputs) -> di
 
 
 def dense_labels(scores: Tensor, lists: Tensor) -> Tensor:
-    """1 where a list has a class, in the dtype and shape of the scores."""
+    """Dense 0/1 labels from lists of classes, in the dtype and shape of the scores."""
     return torch.zeros_like(scores).scatter_(1, lists, 1.0)
 
 
@@ -284,7 +285,7 @@ def _entropy(probs: Tensor) -> Tensor:
 
 
 def _exact_map(scores: Tensor, alpha: float | Tensor) -> Tensor:
-    """The reference implementation on the best classes, which hold the support."""
+    """The reference implementation on the best classes, which include the support."""
     best, where = scores.topk(min(_SUPPORTED, scores.shape[-1]))
     probs = maps.entmax(best, alpha, impl="reference")
     return torch.zeros_like(scores).scatter(-1, where, probs)
@@ -301,7 +302,7 @@ def _exact_topk(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def _by_hand(scores: Tensor, target: Tensor) -> Tensor:
-    """The loss of a map of one's own: probabilities count as given, so the gradient is right."""
+    """A Fenchel-Young loss in torch: with constant probabilities its gradient is correct."""
     probs = _softmax(scores.detach())
     at_target = scores.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     return ((probs * scores).sum(-1) - at_target + _entropy(probs)).mean()
@@ -340,7 +341,7 @@ def _statistics(hidden: Tensor, weight: Tensor, target: Tensor) -> fused.Statist
 _MAP, _LOSS, _LABELS = "scores upstream", "scores ids", "scores labels"
 _LINEAR, _LISTS = "hidden weight ids", "hidden weight lists"
 _FORWARD: dict[str, Any] = {"forward": True}
-# Scores that are rounded to bfloat16 are other ones at the edge of a support.
+# Rounding of scores to bfloat16 changes which classes are in a support.
 _TIES = {"loss": 1e-2, "hidden": 0.2, "weight": 0.2}
 SPECS = (
     Spec("sparsemax", _MAP, maps.sparsemax, _softmax, "softmax",
@@ -431,7 +432,7 @@ def _cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 def memory_ratio(ours: Record, base: Record) -> float | None:
-    """Of peaks; None where both are too small to be told from noise."""
+    """The ratio of peak memory; None if both are too small to measure reliably."""
     least = _LEAST_BYTES[ours.device_type]
     if ours.peak_bytes is None or base.peak_bytes is None:
         return None
@@ -448,7 +449,7 @@ def reason(record: Record) -> str:
 
 
 def shown(records: Sequence[Record], *, misses: bool) -> list[Grid]:
-    """One table, worst ratio first: of all calls, or of those above the bar with the reason."""
+    """One table, worst ratio first, of all calls, or of those above the bar with the reason."""
     rows: list[tuple[float, float, list[str]]] = []
     for base, *rest in table.by_case(records):
         if not rest or base.label != base.baseline:
@@ -462,7 +463,7 @@ def shown(records: Sequence[Record], *, misses: bool) -> list[Grid]:
             table.milliseconds(base.p20_ms), table.data_size(base.peak_bytes),
             table.ratio(time), table.ratio(memory), reason(ours),
         ]  # fmt: skip
-        # One that was not timed is the worst.
+        # A call that was not timed is sorted first.
         rows.append((time or (0.0 if ours.median_ms else math.inf), memory or 0.0, cells))
     rows.sort(key=lambda row: max(row[:2]), reverse=True)
     slow, large = sum(row[0] > BAR for row in rows), sum(row[1] > BAR for row in rows)

@@ -1,4 +1,4 @@
-"""Heads of the sweep: each call of each registered head beside plain torch modules."""
+"""Heads of the sweep: each call of each registered head compared with plain torch modules."""
 
 from functools import lru_cache, partial
 from typing import Any
@@ -17,11 +17,11 @@ from benchmarks.record import OURS
 from lastlayer.heads import ClassData, TopK, registered
 from lastlayer.heads.char_cnn import AFTER, BEGIN, END
 
-# Best classes; labels of a row that are on; rows of which all log-probabilities are compared.
+# k of top-k; positive labels per row; rows whose log-probabilities are compared.
 K, POSITIVES, COMPARED = 10, 4, 64
 STEP, ALL, TARGET, TOP, SAMPLE = "step", "log_prob all", "log_prob target", f"topk {K}", "sample 1"
 CALLS = (STEP, ALL, TARGET, TOP, SAMPLE)
-# What a head is made with, where that is not its recipe alone; and a second tree.
+# Options of heads besides their recipe; and a variant with another tree.
 OPTIONS: dict[str, dict[str, Any]] = {"char_cnn": {"filters": ((1, 16), (2, 16), (3, 32))}}
 VARIANTS = {"hierarchical two_level": ("hierarchical", {"tree": "two_level"})}
 
@@ -33,7 +33,7 @@ def _bce_rows(twin: Any, hidden: Tensor, lists: Tensor) -> Tensor:
     return each.sum(-1)
 
 
-# The loss of a step in float64, where that is not the head's own.
+# The float64 loss of a step; for other heads it is that of a float64 copy.
 FORMULAS = {
     "full": heads_reference.flat,
     "hierarchical": heads_reference.paths,
@@ -44,17 +44,17 @@ FORMULAS = {
     "nce": heads_reference.noise,
     "bce": _bce_rows,
 }
-# Heads of which torch's code computes the same: a step, and probabilities.
+# Heads for which torch's code computes the same function, in a step and in log_prob.
 SAME = {
     STEP: ("full", "char_cnn", "bce"),
     ALL: ("full", "self_normalized", "sampled", "nce", "importance", "adaptive_importance",
           "char_cnn", "bce"),
 }  # fmt: skip
-# Rounding decides between letters that are equally good, and the gradient goes to one of them.
+# Rounding decides ties between characters, and only one of them gets the gradient.
 LETTERS = {"hidden": 1e-3, "weight": 1e-3}
 TOLERANCES = {
     "float32": {"log_prob": 1e-3, "chi_square": 170.0},
-    # Rounded scores are other ones at the edge of a support.
+    # Rounding of scores changes which classes are in a support.
     "bfloat16": {
         "log_prob": 5e-2,
         "chi_square": 170.0,
@@ -66,18 +66,18 @@ TOLERANCES = {
 
 
 def recipes() -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name in tables, the recipe of each head and its options."""
+    """The recipe of each head and its options, by name in tables."""
     return {name: (name, OPTIONS.get(name, {})) for name in registered()} | VARIANTS
 
 
 def is_multilabel(name: str) -> bool:
-    """Whether a row has a list of classes."""
+    """Whether the targets of a head are lists of classes."""
     return registered()[recipes()[name][0]][1].task == "multilabel"
 
 
 @lru_cache(maxsize=1)
 def class_data(width: int, classes: int) -> ClassData:
-    """Counts by Zipf's law, and words of random letters."""
+    """Counts by Zipf's law, and random words."""
     letters = np.random.default_rng(0).integers(97, 123, (classes, 12), dtype=np.uint8)
     lengths = 3 + np.arange(classes) % 6
     words = (bytes(row[:n]).decode() for row, n in zip(letters, lengths, strict=True))
@@ -87,7 +87,7 @@ def class_data(width: int, classes: int) -> ClassData:
 
 @lru_cache(maxsize=1)
 def built(name: str, problem: Problem) -> Any:
-    """A fresh head, the same for all of its calls."""
+    """A new head, cached for all of its calls."""
     (cls, recipe), options = registered()[recipes()[name][0]], recipes()[name][1]
     data = class_data(problem.width, problem.classes)
     made = seeded(lambda: recipe.build(cls, data, options | problem.made), problem.device)
@@ -95,7 +95,7 @@ def built(name: str, problem: Problem) -> Any:
 
 
 class _Plain(nn.Module):
-    """What one would write: a linear layer, and functions of its scores."""
+    """The obvious torch code: a linear layer, and functions of its scores."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _PlainLabels(_Plain):
 
 
 class _PlainSpellings(_Plain):
-    """The character CNN of a head by convolutions; its vectors are kept where nothing is learnt."""
+    """The character CNN of a head with convolutions; caches its vectors without gradients."""
 
     symbols: Tensor
     inside: Tensor
@@ -192,7 +192,7 @@ def _step(module: Any, formula: Any, problem: Problem) -> Work:
         if formula is not None:
             exact = heads_reference.step(module, formula, problem.classes, *inputs)
         else:
-            # Heads that draw are copied with their counters: the same step once more, in both.
+            # The copy has the same random counter, so both repeat the step with the same draws.
             twin, (hidden, target) = in_float64(module), inputs
             own = dict(twin.named_parameters())
             step = driver.loss_step(twin, "hidden", parameters=own).call
@@ -203,7 +203,7 @@ def _step(module: Any, formula: Any, problem: Problem) -> Work:
             for name, each in exact.items()
             if name in results and each is not None
         }
-        # NaN if one of them is.
+        # np.max is NaN if any error is.
         worst = float(np.max([found.pop(name) for name in parameters if name in found]))
         return found | {"weight": worst}
 
@@ -211,7 +211,7 @@ def _step(module: Any, formula: Any, problem: Problem) -> Work:
 
 
 def _log_prob(name: str, module: Any, hidden: Tensor) -> Tensor:
-    """In float64: by torch's code where that computes the same, else by the head itself."""
+    """Log-probabilities in float64, by torch's code if possible, else by a float64 copy."""
     made: Tensor
     if name not in SAME[ALL] or isinstance(module, _Plain):
         made = in_float64(module).log_prob(hidden.double())
@@ -240,7 +240,7 @@ def _inference(name: str, module: Any, call: str) -> Work:
             probs = true[0].exp().cpu().numpy()
             judge = draw_work(lambda n: (module.sample(hidden, n)[0], None), probs / probs.sum())
             return judge.errors({}, ()) if judge.errors else {}
-        # Logarithms of probabilities next to 0 are not compared.
+        # Log-probabilities far below the largest are clamped before the comparison.
         floor = true.amax(-1, keepdim=True) - 5.0
         true = true.clamp(min=floor)
         got = results["values" if call == TOP else "log_prob"][:rows].double()
@@ -268,7 +268,7 @@ def _load(name: str, call: str, problem: Problem, *, plain: bool) -> Work:
 
 def _case(name: str, call: str, size: tuple[int, int, int], device: torch.device) -> Case:
     labels, letters = is_multilabel(name), name == "char_cnn"
-    # A character CNN takes maxima, which in bfloat16 are others than in float64.
+    # The maxima of a character CNN can differ between bfloat16 and float64.
     dtype = "float32" if letters else driver.USUAL_DTYPE[device.type]
     problem = Problem(*size, driver.DTYPES[dtype], device)
 
@@ -299,7 +299,7 @@ def _case(name: str, call: str, size: tuple[int, int, int], device: torch.device
 
 
 def cases(size: tuple[int, int, int], device: torch.device) -> list[Case]:
-    """All calls of all heads at one size; labels that do not exclude each other have no draws."""
+    """All calls of all heads at one size; multi-label heads have no ``sample``."""
     return [
         _case(name, call, size, device)
         for name in recipes()

@@ -1,4 +1,4 @@
-"""One table for all families: a case per table and a method per row, for a terminal or the page."""
+"""The tables of all families, one per case with one row per method, for a terminal or the page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from benchmarks.record import Record
 EMPTY = "·"
 LEGEND = (
     "ms: a plain eager call, host time included · replayed: per call of a CUDA graph · "
-    "÷ base: ms over that of the first method · rate: the work that the problem needs over ms\n"
-    "of limit: that over a matrix product (TFLOP/s) or a copy (B/s) in the same run · "
+    "÷ base: ms over that of the first method · rate: required work over ms\n"
+    "of limit: rate over that of a matrix product (TFLOP/s) or a copy (B/s) in the same run · "
     "memory: peak beyond inputs and results (heads: and parameters) · "
     "errors: distance to float64"
 )
 
 
 def console() -> Console:
-    """Standard output; piped output has no width of its own, and rich would take 80 columns."""
+    """Standard output; 180 columns wide if piped, for which rich would use 80."""
     made = Console()
     return made if made.is_terminal else Console(width=180)
 
@@ -34,7 +34,7 @@ class Grid(NamedTuple):
     rows: list[list[str]]
 
     def rich(self) -> Table:
-        """For a terminal."""
+        """The table for a terminal."""
         made = Table(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD)
         for index, heading in enumerate(self.headings):
             right = index > 0 and heading not in ("errors", "")
@@ -44,14 +44,14 @@ class Grid(NamedTuple):
         return made
 
     def markdown(self) -> str:
-        """For the page."""
+        """The table in Markdown."""
         lines = [self.headings, ["---"] * len(self.headings), *self.rows]
         cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
         return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def milliseconds(value: float | None) -> str:
-    """Three significant digits, never in powers of ten."""
+    """A time with three significant digits, without an exponent."""
     if value is None:
         return EMPTY
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}" if value >= 1 else f"{value:.3f}"
@@ -65,7 +65,7 @@ def ratio(value: float | None) -> str:
 
 
 def data_size(value: float | None) -> str:
-    """Bytes in powers of a thousand."""
+    """Bytes in MB or GB."""
     if value is None:
         return EMPTY
     return f"{value / 1e9:.2f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
@@ -82,13 +82,13 @@ def rate(record: Record) -> str:
 
 
 def timed(record: Record, text: str) -> str:
-    """What was measured, or why it was not."""
+    """The measured value, or why it was not measured."""
     if record.median_ms is None:
         return record.status
     return text if record.verified else f"{text} *inexact*"
 
 
-# By heading, what is shown of a record beside the base of its case.
+# By heading, the text of a cell, from a record and the baseline of its case.
 COLUMNS: dict[str, Callable[[Record, Record | None], str]] = {
     "ms": lambda r, _: timed(r, milliseconds(r.median_ms)),
     "replayed": lambda r, _: milliseconds(r.replayed_ms),
@@ -111,13 +111,13 @@ def _joined(*said: str | None) -> str:
 
 
 def over(record: Record, base: Record | None, clock: str = "median_ms") -> float | None:
-    """The time of a record over that of another."""
+    """The time of a record divided by that of another."""
     mine, other = (getattr(each, clock, None) for each in (record, base))
     return mine / other if mine and other else None
 
 
 def by_case(records: Iterable[Record]) -> list[list[Record]]:
-    """The records of each case: the base first, then ours, then the others."""
+    """The records of each case: the baseline first, then ours, then the others."""
     groups: dict[object, list[Record]] = {}
     for record in records:
         groups.setdefault((record.device, record.case), []).append(record)
@@ -128,7 +128,7 @@ def by_case(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def case_grid(group: Sequence[Record]) -> Grid:
-    """All methods of one case; columns in which nothing was measured are left out."""
+    """All methods of one case; columns without any value are left out."""
     base = next((r for r in group if r.label == r.baseline), None)
     columns = {
         heading: [show(record, base) for record in group] for heading, show in COLUMNS.items()
@@ -158,7 +158,7 @@ def sweep_grid(groups: Sequence[Sequence[Record]], axis: str) -> Grid:
 
 
 def swept(record: Record, axis: str) -> float:
-    """Where a record stands on the axis of a sweep."""
+    """The position of a record on the axis of a sweep."""
     return record.scale or 0.0 if axis == "scale" else float(record.shape[-1])
 
 

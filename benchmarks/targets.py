@@ -1,4 +1,4 @@
-"""All targets as data: what each method is held to, and the figures that open the page."""
+"""All targets as data, and the rows of the table at the top of the page."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ MET, REPLAYED, MISSED, NOT_MEASURED = "met", "replayed only", "**missed**", "not
 
 
 class Measure(NamedTuple):
-    """A number that a target holds: from a record, the records of its case, and whether replayed.
+    """The quantity that a target limits.
 
-    Replays are taken where there are some and they are asked for.
+    ``value`` computes it from a record, the records of its case, and whether to use replayed times,
+    which are used only where there are any.
     """
 
     words: str
@@ -84,7 +85,7 @@ OF_COPY = Measure(
 
 @dataclass(frozen=True)
 class Select:
-    """Which records are meant; None matches all."""
+    """Selects records; None matches all."""
 
     family: str
     device_type: str
@@ -97,14 +98,14 @@ class Select:
     source: str | None = OURS
 
     def __call__(self, record: Record) -> bool:
-        """Whether a record is one of them."""
+        """Whether a record is selected."""
         wanted = vars(self).items()
         return all(value is None or getattr(record, name) == value for name, value in wanted)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A limit that the worst of the selected records is held to."""
+    """A limit for the worst of the selected records."""
 
     which: Select
     measure: Measure
@@ -112,12 +113,12 @@ class Target:
 
     @property
     def goal(self) -> str:
-        """In words."""
+        """The target in words."""
         bound = "at least" if self.measure.at_least else "at most"
         return f"{self.which.method}: {bound} {self.measure.show(self.limit)} {self.measure.words}"
 
     def judge(self, cases: Iterable[Sequence[Record]]) -> list[str]:
-        """Goal, the worst case, what was measured there, the same replayed, and the verdict."""
+        """The target, the worst case, its measured and its replayed value, and the verdict."""
         found = [(r, case) for case in cases for r in case if self.which(r)]
         wrong = [r for r, _ in found if r.is_ours and not r.verified]
         if wrong:
@@ -146,7 +147,7 @@ Held = Callable[..., list[Target]]
 
 
 def _of(family: str) -> Held:
-    """What makes targets of a family, from a selection of its records and limits by measure."""
+    """A function that creates targets of a family, from selected records and their limits."""
 
     def held(
         device: str, section: str, method: str, limits: dict[Measure, float], **where: Any
@@ -263,10 +264,10 @@ TARGETS = [
 
 
 class Figure(NamedTuple):
-    """One of the figures that open the page.
+    """A row of the table at the top of the page.
 
-    ``beside`` is the label of what it is compared with; without one, the fastest method of another
-    package that computes the same function.
+    ``beside`` is the label of the method that it is compared with; if empty, that is the fastest
+    method of another package that computes the same function.
     """
 
     what: str
@@ -275,7 +276,7 @@ class Figure(NamedTuple):
 
 
 def _plain(call: str, *shapes: tuple[int, ...], torch_code: str) -> Iterator[Figure]:
-    """Beside torch's code, on a GPU."""
+    """Plain calls compared with torch's code, on a GPU."""
     name, _, variant = call.partition(", ")
     for shape in shapes:
         size = "×".join(f"{n:,}" for n in shape)
@@ -291,7 +292,7 @@ FIGURES = (
            Select("fused", CUDA, fused.LARGE, "cross_entropy", (8192, 4096, 128256))),
     Figure("`linear_cross_entropy`, a million classes",
            Select("fused", CUDA, fused.SMALL, "cross_entropy", (16384, 128, 1_000_000))),
-    Figure("`linear_entmax_loss` (α = 1.5) beside our cross entropy",
+    Figure("`linear_entmax_loss` (α = 1.5) vs our cross entropy",
            Select("fused", CUDA, fused.SPARSE, "entmax 1.5", scores=fused.TRAINED),
            "lastlayer cross_entropy"),
     Figure("`linear_zlpr_loss`, a million labels",

@@ -1,4 +1,4 @@
-"""Times of plain eager calls, competitors in turn, and of replayed CUDA graphs; peak memory."""
+"""Measures times of plain eager calls and of replayed CUDA graphs, and peak memory."""
 
 import ctypes
 import gc
@@ -17,10 +17,10 @@ Thunk = Callable[[], Any]
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-# Longer calls hide the host's work anyway, and a graph of one needs memory for a second.
+# Host time is hidden in longer calls anyway, and their graph needs as much memory again.
 LONGEST_REPLAYED_MS = 20.0
 _REPLAY_SAMPLES, _REPLAY_SAMPLE_MS = 10, 10.0
-# Side and dtype of the two square matrices whose product is a limit, and bytes of the copy.
+# Size and dtype of the two square matrices of the product, and bytes of the copy, for the limits.
 PRODUCT = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
 COPIED = {"cuda": 2**32, "cpu": 2**28}
 
@@ -45,16 +45,16 @@ class Timing(NamedTuple):
 class Clock:
     """Wall clock around consecutive plain calls, from an idle device to an idle device.
 
-    On a GPU the host prepares a call while the device runs the one before, as in a training loop,
-    so a time is that of the host or of the device, whichever is longer, and both where a call makes
-    the host wait. Competitors take turns, in a new random order each turn: a device that has just
-    run hot is passed on to whoever comes next, and that must not always be the same one.
+    On a GPU the host prepares a call while the device runs the previous one, as in a training loop.
+    So a time is the host time or the device time, whichever is longer, or their sum if a call makes
+    the host wait. Competitors take turns, in a new random order each turn, since a device that has
+    just become hot slows down the next one.
 
     Attributes:
-        device: where calls run.
-        budget_s: timed seconds that each competitor may use.
-        fewest_samples: samples of a competitor whose single call uses up the budget.
-        most_samples: samples after which a fast competitor is known well enough.
+        device: device of the calls.
+        budget_s: timed seconds per competitor.
+        fewest_samples: minimum number of samples, even if they exceed the budget.
+        most_samples: maximum number of samples, for fast competitors.
         sample_ms: calls faster than this are repeated within a sample.
         patience_s: a competitor whose first call takes longer is not called again.
     """
@@ -74,7 +74,7 @@ class Clock:
         return cls(device, 0.1 if quick else 1.5)
 
     def milliseconds(self, thunk: Thunk, repeats: int) -> float:
-        """One sample: the mean of so many calls."""
+        """One sample: the mean time of ``repeats`` calls."""
         _synchronize(self.device)
         start = time.perf_counter()
         for _ in range(repeats):
@@ -83,7 +83,7 @@ class Clock:
         return (time.perf_counter() - start) * 1e3 / repeats
 
     def time(self, thunks: Mapping[K, Thunk]) -> dict[K, Timing | Exception]:
-        """Time all competitors; one that raises yields its exception."""
+        """Time all competitors; if one raises, its result is the exception."""
         results: dict[K, Timing | Exception] = {}
         samples: dict[K, list[float]] = {}
         repeats: dict[K, int] = {}
@@ -120,21 +120,21 @@ class Clock:
 
 
 def replayed_ms(calls: Sequence[Thunk], device: torch.device) -> float | None:
-    """Time per call in replays of one CUDA graph that has all of these calls, by device events.
+    """Time per call in replays of one CUDA graph of all of these calls, by device events.
 
-    None on a CPU, for long calls, and where the host waits for the device: such a call cannot be
+    None on a CPU, for long calls, and if the host waits for the device: such a call cannot be
     captured.
 
     Args:
-        calls: the same call on several inputs, more than the cache of the device holds.
-        device: where they run.
+        calls: the same call on several inputs, larger than the cache of the device.
+        device: device of the calls.
     """
     if device.type != "cuda":
         return None
     stream = torch.cuda.current_stream(device)
     graph = torch.cuda.CUDAGraph()
     try:
-        # What is compiled, or made once for an optimiser, is there before anything is captured.
+        # Compilation and the state of an optimiser must not happen during the capture.
         calls[0]()
         slow = Clock(device, 0.0).milliseconds(calls[0], 1) > LONGEST_REPLAYED_MS
         if slow or _waits(calls[0]):
@@ -144,7 +144,7 @@ def replayed_ms(calls: Sequence[Thunk], device: torch.device) -> float | None:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-    except Exception:  # noqa: BLE001 — what cannot be captured fails in many ways
+    except Exception:  # noqa: BLE001 — a capture can fail in many ways
         _leave_capture(device, stream)
         return None
     graph.replay()
@@ -190,7 +190,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _waits(call: Thunk) -> bool:
-    """Whether the host waits for the device: asked first, as not all code survives a capture."""
+    """Whether the host waits for the device; tested first, since a failed capture can do harm."""
     torch.cuda.synchronize()
     # torch warns, once, that the mode is a prototype.
     with warnings.catch_warnings():
@@ -208,7 +208,7 @@ def _waits(call: Thunk) -> bool:
 
 
 def _leave_capture(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """A capture that fails leaves its stream current, and the generator to captures alone."""
+    """Restore the stream and the generator, which a failed capture leaves in capture mode."""
     torch.cuda.synchronize()
     torch.cuda.set_stream(stream)
     generator = torch.cuda.default_generators[device.index or 0]
@@ -216,7 +216,7 @@ def _leave_capture(device: torch.device, stream: torch.cuda.Stream) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that could be allocated now; None where this system does not say."""
+    """Bytes that could be allocated now; None if the system does not report them."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -224,18 +224,17 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def release(device: torch.device) -> None:
-    """Give back device memory that nobody refers to any more."""
+    """Free cached device memory that is no longer in use."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """A call's result, and the most bytes that were held during it beyond those held before.
+    """A call's result, and its peak memory in bytes, beyond the memory in use before.
 
-    On CUDA these are bytes of tensors, as torch counts them. On Linux they are the peak of the
-    resident memory of this process, which also counts what libraries allocate for themselves;
-    None on other systems.
+    On CUDA this is the memory of tensors, as counted by torch. On Linux it is the resident memory
+    of this process, which includes allocations of libraries; None on other systems.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -253,9 +252,9 @@ def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | Non
 
 
 def reset_peak() -> bool:
-    """Make this moment's resident memory the peak; False where the system cannot."""
+    """Reset the peak to the current resident memory; False if the system cannot."""
     try:
-        # What malloc keeps for later would otherwise count as held before the call.
+        # Memory cached by malloc would otherwise count as in use before the call.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
     except (OSError, AttributeError):
@@ -264,7 +263,7 @@ def reset_peak() -> bool:
 
 
 def _proc_bytes(file: str, name: str) -> int | None:
-    """A line such as ``VmRSS: 12 kB`` of a file below /proc, in bytes."""
+    """The value in bytes of a line such as ``VmRSS: 12 kB`` of a file in /proc."""
     try:
         lines = Path("/proc", file).read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Word vectors beside gensim: words per CPU second, held-out loss, similarities and analogies.
+"""Word vectors, ours and gensim's: words per CPU second, held-out loss, similarities, analogies.
 
-Both train on the same text with the same settings and number of threads, one after the other,
-seed by seed. Time is CPU time of the whole process, as a machine may be shared; ours includes
-making word ids of the text, gensim's does not include its scan of the vocabulary.
+Both train on the same text with the same settings and number of threads, one after the other for
+each seed. Time is CPU time of the whole process, since the machine may be shared. Ours includes
+converting the text to word ids; gensim's does not include building its vocabulary.
 """
 
 import gzip
@@ -34,7 +34,7 @@ PAGE = "word_vectors_figures.inc"
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how much faster than gensim it should be; None where nothing is said."""
+    """A training task, and the target for the speed-up over gensim; None for no target."""
 
     title: str
     dim: int
@@ -53,17 +53,17 @@ METRICS = ("loss", "similarity", "analogy")
 
 
 class Trained(NamedTuple):
-    """What one of the two made of the text."""
+    """Trained word vectors."""
 
     input: Floats
     output: Floats
     path: Callable[[int], tuple[NDArray[Any], NDArray[Any]]] | None
-    """Output rows of a word's path, and 1 where sigma is the probability of its step."""
+    """Output rows of a word's path, and for each step 1 if its probability is sigmoid(score)."""
     seconds: float
 
 
 class Text:
-    """What is read from the folder: sentences to train on, and questions."""
+    """The data sets in the folder: training sentences, similarities and analogies."""
 
     def __init__(self, folder: Path, quick: bool) -> None:
         for name in ("wikitext2", "brown", "wordeval"):
@@ -88,7 +88,7 @@ class Text:
         return None if None in found else [i for i in found if i is not None]
 
     def _hold_out(self, sentences: list[list[str]]) -> None:
-        """Centres of a text that nobody trained on, the words around them, and negatives."""
+        """Samples centre words of held-out text, with their context words and negatives."""
         draw = np.random.default_rng(0)
         windows = []
         for sentence in sentences:
@@ -105,14 +105,14 @@ class Text:
         self.negatives = draw.choice(len(self.words), size, p=share / share.sum())
 
     def _pairs(self, path: Path) -> tuple[NDArray[Any], Floats]:
-        """Pairs of words, and how similar people find them."""
+        """Pairs of words, and human judgements of their similarity."""
         lines = [line.lower().split() for line in path.read_text().splitlines()]
         known = [(self._known(line[:2]), float(line[2])) for line in lines]
         kept = [(pair, score) for pair, score in known if pair is not None]
         return np.array([pair for pair, _ in kept]), np.array([score for _, score in kept])
 
     def loss(self, made: Trained, model: str) -> float:
-        """Mean loss of the centres of the held-out text, from a word near each, or from all."""
+        """Mean held-out loss of centre words, from one context word or, for CBOW, their mean."""
         if model == "cbow":
             hidden = np.stack([made.input[near].mean(0) for _, near in self.windows])
         else:
@@ -129,7 +129,7 @@ class Text:
         return total / len(self.windows)
 
     def similarity(self, made: Trained) -> float:
-        """Mean rank correlation with people's judgements, over four sets of pairs."""
+        """Mean rank correlation with human judgements, over four data sets."""
         from scipy.stats import spearmanr
 
         unit = made.input / np.linalg.norm(made.input, axis=1, keepdims=True)
@@ -140,7 +140,7 @@ class Text:
         return statistics.fmean(found)
 
     def analogy(self, made: Trained) -> float:
-        """Share of Google's questions, of those whose words are known, that are answered right."""
+        """Accuracy on Google's analogy questions whose words are all in the vocabulary."""
         unit = made.input / np.linalg.norm(made.input, axis=1, keepdims=True)
         right = 0
         for first in range(0, len(self._questions), 256):
@@ -172,7 +172,7 @@ def _ours(text: Text, case: Case, seed: int, epochs: int, threads: int) -> Train
     path = None
     if case.objective == "hierarchical":
         path = partial(_path, trees.huffman(text.counts))
-    assert made.output is not None  # noqa: S101 — what is trained has one
+    assert made.output is not None  # noqa: S101 — trained vectors have output vectors
     return Trained(made.input.double().numpy(), made.output.double().numpy(), path, seconds)
 
 
@@ -210,13 +210,13 @@ def run(folder: Path, *, only: str, quick: bool, threads: int, seeds: int,
     cases = [case for case in CASES if only in case.title]
     if not cases:
         titles = "; ".join(case.title for case in CASES)
-        raise ValueError(f"--only: expected a part of one of: {titles}; got {only!r}")
+        raise ValueError(f"--only: expected part of one of: {titles}; got {only!r}")
     text, epochs = Text(folder, quick), 1 if quick else EPOCHS
     methods = {"gensim": _gensim, record.OURS: _ours}
     if record.version("gensim") is None:
-        print(f"gensim: not installed, so that nothing is compared; {INSTALL_COMMAND}")
+        print(f"gensim: not installed, so only ours is measured; {INSTALL_COMMAND}")
         del methods["gensim"]
-    # Compiled, or read from Numba's cache, before the clock runs.
+    # Compile, or load from Numba's cache, before timing.
     vectors.train(np.array([0, 1, 0, 1]), dim=2, epochs=1, threads=1, progress=False)
     environment = record.environment(torch.device("cpu"), quick=quick, at=commit)
     environment |= {"threads": threads, "gensim": record.version("gensim")}
@@ -246,7 +246,7 @@ def run(folder: Path, *, only: str, quick: bool, threads: int, seeds: int,
 
 
 def grid(lines: Sequence[dict[str, Any]]) -> Grid:
-    """A row per case and method: means over seeds, with standard errors."""
+    """One row per case and method: means over seeds, with standard errors."""
     headings = ["", "threads", "", "words per CPU second", "ratio", "target", "held-out loss",
                 "similarity", "analogies"]  # fmt: skip
     rows = []
@@ -283,7 +283,7 @@ def _mean(values: Sequence[float], factor: float) -> str:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """Of each case and number of threads the newest line that was not quick, in the order above."""
+    """The newest full run of each case, device and number of threads, in the order of CASES."""
     lines = [
         json.loads(line)
         for path in sorted(results.glob("vectors*.jsonl"))
@@ -299,7 +299,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def render(results: Path) -> str:
-    """The table of docs/word_vectors.md, and where it was measured."""
+    """The table of docs/word_vectors.md, and the environment of the measurement."""
     lines = read(results)
     if not lines:
         return "No measurements have been recorded yet.\n"
@@ -309,7 +309,7 @@ def render(results: Path) -> str:
     about = (
         f"{last['device']}; Python {last['python']}, Numba {last['numba']}, gensim "
         f"{last['gensim']}; WikiText-2 and Brown, lower case, {last['n_words']:,} words, "
-        f"{last['vocabulary']:,} of them different and frequent enough; {last['epochs']} epochs, "
+        f"vocabulary of {last['vocabulary']:,}; {last['epochs']} epochs, "
         f"{seeds} seeds; at {commits}."
     )
     return f"{grid(lines).markdown()}\n\n{about}\n"

@@ -1,4 +1,4 @@
-"""Published results, measured again with this library: ``python -m studies`` lists them.
+"""Replications of published results with this library: ``python -m studies`` lists them.
 
-One file per result; ``frame.py`` has what they share. Not part of the wheel.
+There is one file per result; ``frame.py`` has the shared code. Not part of the wheel.
 """

@@ -9,10 +9,10 @@ OUT = Path("studies-results")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """List, run, or make the page.
+    """List the studies, run one, or generate the page.
 
     Returns:
-        0, or 2 where it could not be run as asked.
+        0, or 2 for invalid arguments.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device: expected auto, cpu or cuda, got {options.device!r}")
     if study.cpu_only and options.device == "cuda":
-        raise ValueError(f"--device: expected cpu, got cuda; {options.name} runs on a CPU alone")
+        raise ValueError(f"--device: expected cpu, got cuda; {options.name} runs only on a CPU")
     device = "cpu" if study.cpu_only else options.device
     made = frame.Options(
         data=frame.data_folder(options.data), seeds=tuple(range(n_seeds)), quick=options.quick,
@@ -53,12 +53,12 @@ def _run(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m studies", description=__doc__)
     option = parser.add_argument
-    option("name", nargs="?", help=f"of a study; none lists them; {PAGE!r} makes docs/results.md")
-    option("--data", type=Path, metavar="FOLDER", help="with the data sets ($LASTLAYER_DATA)")
-    option("--quick", action="store_true", help="a small version for a CPU in minutes")
-    option("--seeds", type=int, metavar="N", help="runs of each (3 or more; 1 with --quick)")
+    option("name", nargs="?", help=f"study; none lists them; {PAGE!r} writes docs/results.md")
+    option("--data", type=Path, metavar="FOLDER", help="folder of data sets ($LASTLAYER_DATA)")
+    option("--quick", action="store_true", help="a small version: minutes on a CPU")
+    option("--seeds", type=int, metavar="N", help="number of seeds (3 or more; 1 with --quick)")
     option("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
-    option("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of NAME.json and .png ({OUT})")
+    option("--out", type=Path, default=OUT, metavar="FOLDER", help=f"for NAME.json, .png ({OUT})")
     return parser
 
 

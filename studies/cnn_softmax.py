@@ -1,4 +1,4 @@
-"""Class vectors from spellings: parameters against perplexity, and words never seen in training."""
+"""Class vectors from spellings: perplexity by number of parameters, and unseen words."""
 
 import copy
 import math
@@ -46,18 +46,18 @@ FILTERS = ((1, 16), (2, 32), (3, 64), (4, 64))
 # Perplexity and parameters of the whole model, in millions.
 PUBLISHED = {FULL: (30.0, 1040), CNN: (39.8, 293), f"{CNN} + 8": (35.8, 393)}
 SETTING = Setting(width=64, batch=64, epochs=8, rates=(0.003, 0.01), held_out=10_000)
-# New words are of letters alone, and come so often in the training text.
+# New words have only letters, and this range of occurrences in the training text.
 _WORD, _OFTEN = re.compile("[a-z]{4,}"), (6, 100)
 _SHOWN, _NEAREST, _CHUNK = 10, 3, 2_000
 
 
 class Size(NamedTuple):
-    """How much of the corpus is taken.
+    """How much of the corpus is used.
 
     Attributes:
-        words: classes, the new ones included; None for all words.
-        tokens: of training text; None for all of it.
-        new: words that are held out of training.
+        words: number of classes, including new ones; None for all words.
+        tokens: number of training tokens; None for all.
+        new: number of words that are held out of training.
         narrow: width of a full softmax with about as many parameters as the CNN softmax.
     """
 
@@ -68,15 +68,15 @@ class Size(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A corpus in which some words are unknown, and what they are.
+    """A corpus in which some words are held out.
 
     Attributes:
-        data: the words held out are unknown in all of its parts.
-        test: the test part with their ids, which come after all classes.
-        words: those held out.
-        seen: as many classes that come about as often.
-        counts: of both in the training text, new ones first.
-        types: different words that are unknown in the training text, those held out included.
+        data: the corpus; held-out words are unknown words in all of its parts.
+        test: the test part with the ids of held-out words, which follow all classes.
+        words: the held-out words.
+        seen: as many classes of similar frequency.
+        counts: training counts of held-out words, and of ``seen``.
+        types: number of different unknown words in the training text, including held-out ones.
     """
 
     data: TextData
@@ -88,10 +88,10 @@ class Held(NamedTuple):
 
 
 def hold_out(whole: TextData, size: Size) -> Held:
-    """Choose the vocabulary by the beginning of the training part, and words to hold out of it.
+    """Choose the vocabulary from the beginning of the training part, and words to hold out.
 
-    They are spread evenly over the words of medium frequency; the next in frequency is the seen one
-    that it is compared with.
+    Held-out words are evenly spaced among words of medium frequency. Each is compared with the next
+    word by frequency, which is seen in training.
     """
     names, train = whole.vocabulary.tokens, whole.train[: size.tokens]
     often = np.bincount(train, minlength=len(names))
@@ -102,7 +102,7 @@ def hold_out(whole: TextData, size: Size) -> Held:
     ]  # fmt: skip
     if len(medium) < 2 * size.new:
         raise ValueError(
-            f"wikitext2: expected at least {2 * size.new} words that come {_OFTEN[0]} to "
+            f"wikitext2: expected at least {2 * size.new} words that occur {_OFTEN[0]} to "
             f"{_OFTEN[1]} times, got {len(medium)}; use a longer text"
         )
     places = np.linspace(0, len(medium) - 2, size.new).astype(int)
@@ -131,7 +131,7 @@ def hold_out(whole: TextData, size: Size) -> Held:
 
 @torch.no_grad()
 def rows_before(model: Model, held: Held, setting: Setting) -> tuple[Tensor, Tensor]:
-    """Hidden states of all places of the test text before a new word or one of the seen ones."""
+    """Hidden states of the test text before each new word and each of the seen ones."""
     data, device = held.data, next(model.body.parameters()).device
     wanted = torch.tensor([*_new(held), *held.seen], device=device)
     feed, unknown = feed_of(replace(data, test=held.test), setting, device), data.vocabulary.unknown
@@ -196,7 +196,7 @@ def of_group(head: Head, hidden: Tensor, target: Tensor, group: Tensor) -> dict[
 
 
 def _near(head: CharCNNSoftmax, held: Held, target: Tensor) -> dict[str, list[str]]:
-    """For the most frequent new words of the test text the seen words of nearest class vectors."""
+    """The seen words with the nearest class vectors, for the most frequent new words."""
     vectors = normalize(head.class_vectors(), dim=1)
     n_known, words = held.data.n_classes, held.data.vocabulary.tokens
     often = (target - n_known).bincount(minlength=len(held.words))
@@ -206,13 +206,13 @@ def _near(head: CharCNNSoftmax, held: Held, target: Tensor) -> dict[str, list[st
 
 
 def by_frequency(counts: Sequence[int], occurrences: NDArray[np.int64]) -> float:
-    """Minus the mean log-probability of words of a group, if that is their share in training."""
+    """The loss of words of a group if their probabilities are their training frequencies."""
     shares = np.log(np.array(counts) / sum(counts))
     return float(-(shares * occurrences).sum() / max(1, occurrences.sum()))
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Every output layer, all seeds."""
+    """Trains every output layer with all seeds."""
     size, setting = Size(4_000, 120_000, 200, 24), SETTING
     corrections: tuple[int, ...] = CORRECTIONS
     if options.device.type == "cuda":
@@ -272,7 +272,7 @@ def _cnns(found: Mapping[str, Any]) -> list[str]:
 
 
 def _shown_published(name: str) -> list[str]:
-    """Perplexity and parameters; the perplexity of the full softmax is in the paper's abstract."""
+    """Published perplexity and parameters; that of full softmax is in the paper's abstract."""
     if name not in PUBLISHED:
         return ["", ""]
     perplexity, parameters = PUBLISHED[name]
@@ -341,7 +341,7 @@ def _perplexity(nll: Sequence[float], digits: int = 1) -> str:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Whether the spelling alone costs perplexity, and how much of that a correction regains."""
+    """Whether spelling alone increases perplexity, and how much of it a correction regains."""
     p, full = against_first(found), mean_test(found, FULL)
     size = {name: runs[0]["parameters"] for name, runs in found["runs"].items()}
     names = _cnns(found)
@@ -359,7 +359,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
                     for n in names[1:])
         + f". A full softmax of width {found['narrow']}, with {size[NARROW]:,} parameters, has "
         f"{narrow:.1f}"
-        + (": few numbers for each word are enough for so few words, which helps a small "
+        + (": small class vectors are enough for so few words, which helps a small "
            "correction as well. "
            if narrow < tests[bare] else ". ")
     )  # fmt: skip
@@ -372,8 +372,8 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         )
     else:
         text += (
-            "Spelling costs nothing here: with so little text a class vector of its own is learned "
-            "from few occurrences, and shared spelling makes up for more than it costs. "
+            "Spelling costs nothing here: with so little text a separate class vector is learned "
+            "from few occurrences, and sharing by spelling helps more than it costs. "
         )
     of, rank = found["of_words"]["new"], mean(_of(found, bare, "new", "rank"))
     among = [math.exp(mean(_of(found, name, "new", "among"))) for name in names]
@@ -381,14 +381,15 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     text += (
         f"Of {found['new']} new words, added by spelling, {rank:.0%} are more probable than the "
         f"right one on average (chance: 50%; seen words: "
-        f"{mean(_of(found, bare, 'seen', 'rank')):.0%}); told that it is one of them, the "
+        f"{mean(_of(found, bare, 'seen', 'rank')):.0%}); given that it is one of them, the "
         f"perplexity is {', '.join(f'{each:.0f}' for each in among)} with corrections of "
         f"{', '.join(n[len(CNN) + 3 :] or '0' for n in names)} (chance: {found['new']}; their "
         f"frequencies, if they were known: {math.exp(of['by_frequency']):.0f}). "
-        f"The right word is {gain:+.2f} nats beside the mean of new words in its place"
+        f"The log-probability of the right word is {gain:+.2f} nats relative to the mean of new "
+        "words in its place"
         + (
-            "; but scores of new words are too sure of themselves, so that the perplexity is no "
-            "better than chance. "
+            "; but the scores of new words are overconfident, so the perplexity is no better than "
+            "chance. "
             if min(among) >= found["new"]
             else ". "
         )
@@ -396,10 +397,10 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     alone = math.exp(mean(of_seeds(found, FULL, "unknown")))
     added, seen = (math.exp(mean(_of(found, bare, group, "nll"))) for group in ("new", "seen"))
     text += (
-        f"In all classes the perplexity of new words is {added:,.0f}, against {alone:,.0f} of a "
-        f"full softmax that shares the probability of the unknown word evenly among the "
-        f"{found['types']:,} words it stands for, and {seen:,.0f} of seen words: new words start "
-        "as rare ones, with the mean of all biases. "
+        f"Over all classes the perplexity of new words is {added:,.0f}, compared with "
+        f"{alone:,.0f} for a full softmax that divides the probability of the unknown word evenly "
+        f"among the {found['types']:,} words that it represents, and {seen:,.0f} for seen words: "
+        "new words start as rare words, with the mean of all biases. "
     )
     text += not_flat(found["runs"])
     held = [worse and sure, all(regains)]
@@ -408,7 +409,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """Perplexity against parameters; the rank of new words and of seen ones."""
+    """Perplexity by number of parameters; the rank of new words and of seen ones."""
     left, right = figure.subplots(1, 2)
     colours = {FULL: OTHER_COLOURS[3], NARROW: OTHER_COLOURS[1]} | {
         name: OURS_COLOURS[i] for i, name in enumerate(_cnns(found))
@@ -443,25 +444,25 @@ STUDY = Study(
     claim=(
         "Jozefowicz et al. (2016, arXiv:1602.02410): on 1 billion words a softmax whose class "
         "vectors come from a character CNN has perplexity 39.8 with 0.29 billion parameters, "
-        "against 30.0 of a full softmax with 1.04; a correction of 128 numbers for each word "
-        "brings it to 35.8 with 0.39, 41% of the way back (30.0 checked in the abstract, the other "
-        "figures recalled)."
+        "compared with 30.0 for a full softmax with 1.04 billion. A correction of size 128 per "
+        "word improves it to 35.8 with 0.39 billion, 41% of the gap (30.0 checked in the abstract, "
+        "the other figures recalled)."
     ),
     protocol=(
         "The beginning of WikiText-2; a log-bilinear model with a context of eight words, Adam, "
-        "2,048 words to predict in each step; the rate of two is chosen per output layer on "
-        "validation data, and cut to a quarter once before training ends; all biases start at log "
-        "frequencies. The CNN has 176 filters of widths 1 to 4 and one highway layer. The "
-        "corrections have 8 numbers for each word, an eighth of the width as the paper's, or 32. "
-        "The narrow full softmax has about the parameters of the CNN softmax, and a narrow model "
-        "below it. Words of medium frequency (6 to 100 occurrences), spread evenly, are held out: "
+        "2,048 predicted words per step. The learning rate (one of two) is chosen per output layer "
+        "on validation data, and cut to a quarter once before training ends; all biases are "
+        "initialised to log frequencies. The CNN has 176 filters of widths 1 to 4 and one highway "
+        "layer. The corrections have size 8 per word, an eighth of the width as in the paper, or "
+        "32. The narrow full softmax has about as many parameters as the CNN softmax, and a narrow "
+        "backbone. Words of medium frequency (6 to 100 occurrences), evenly spaced, are held out: "
         "in training they are unknown words, as inputs and as targets, for all output layers. "
-        "After training they are added by their spelling, with the mean of all biases, and judged "
-        "wherever they come next in the whole test text; the seen words are those that follow them "
-        "in frequency, and have learned how frequent they are. "
-        "“In group” is the perplexity if it is known that the word is one of the group. Time is "
-        "CPU time of training steps alone, on one thread. That the verdict is on perplexities "
-        "alone, and not on new words, was settled when the first test perplexities were seen."
+        "After training they are added by their spelling, with the mean of all biases, and "
+        "evaluated wherever they are the next word in the whole test text. The seen words are the "
+        "next ones by frequency, whose frequency has been learned. “In group” is the perplexity "
+        "given that the word is one of the group. Time is CPU time of training steps only, on one "
+        "thread. The decision to base the verdict on perplexities only, and not on new words, was "
+        "made after the first test perplexities were seen."
     ),
     measure=measure,
     grids=grids,

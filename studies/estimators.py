@@ -1,4 +1,4 @@
-"""Bias and variance of sampled gradients on a language model: which correction is worth what."""
+"""Bias and variance of sampled gradients of a language model with different corrections."""
 
 import gzip
 from collections import Counter
@@ -32,7 +32,7 @@ GRADIENTS = ("hidden", "weight")
 
 
 class Bigram(nn.Module):
-    """A word's vector through one layer, then the head."""
+    """A bigram model: word embedding, one layer, and the head."""
 
     def __init__(self, counts: Tensor) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Bigram(nn.Module):
 
 
 def read_words(path: Path) -> tuple[Tensor, Tensor]:
-    """Ids of all words of Brown, the last id for the rare ones, and their counts."""
+    """Ids of all words of Brown, with the last id for rare words, and their counts."""
     text = gzip.decompress(path.read_bytes()).decode("utf-8").lower()
     words = [w for line in text.splitlines() if not line.startswith("# ") for w in line.split()]
     common = [word for word, _ in Counter(words).most_common(WORDS - 1)]
@@ -62,7 +62,7 @@ def read_words(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def trained(words: Tensor, counts: Tensor, steps: int, seed: int) -> tuple[Bigram, float]:
-    """The exact model after some steps, and its loss over the last tenth of them."""
+    """A model trained with the full softmax, and its loss over the last tenth of the steps."""
     torch.manual_seed(seed)
     model = Bigram(counts)
     device = words.device
@@ -82,7 +82,7 @@ def trained(words: Tensor, counts: Tensor, steps: int, seed: int) -> tuple[Bigra
 def audits(
     model: Bigram, words: Tensor, counts: Tensor, at: Tensor, n_draws: int, seed: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Every method and number of samples on the same rows, model and proposal."""
+    """Audits every method and number of samples with the same rows, model and proposal."""
     hidden, target = model.hidden(words[at]).detach(), words[at + 1]
     result: dict[str, dict[str, dict[str, float]]] = {}
     for name, make in METHODS.items():
@@ -105,9 +105,9 @@ def audits(
 
 @torch.no_grad()
 def covered(model: Bigram, words: Tensor, counts: Tensor, at: Tensor) -> tuple[Tensor, float]:
-    """The 90% of the rows that the proposal covers best, by the largest p / q, and where that ends.
+    """The 90% of the rows with the smallest max p / q, and the 90th percentile of max p / q.
 
-    A class that the model expects and the proposal hardly draws decides the gradient of its row.
+    A class with a high probability that the proposal rarely draws dominates the gradient of a row.
     """
     p = model.head.log_prob(model.hidden(words[at])).exp()
     largest = (p / (counts / counts.sum()).to(p.device)).max(1).values
@@ -116,7 +116,7 @@ def covered(model: Bigram, words: Tensor, counts: Tensor, at: Tensor) -> tuple[T
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """A model for each seed, and its audits."""
+    """Trains and audits one model per seed."""
     words, counts = read_words(options.path(BROWN))
     words = words.to(options.device)
     runs = []
@@ -141,7 +141,7 @@ def _values(
 
 
 def grids(found: Mapping[str, Any]) -> list[Grid]:
-    """Bias and deviation for both gradients, relative to the exact one."""
+    """Bias and deviation of both gradients, relative to the norm of the exact one."""
     rows = [
         [name, str(n), *(
             spread(_values(found, name, n, f"{key}_{which}"), 3)
@@ -151,7 +151,7 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
     ]  # fmt: skip
     heads = [f"{key}: {which}" for key in GRADIENTS for which in ("bias", "deviation")]
     heads.append("hidden: bias, 90% of rows")
-    title = "Errors of the gradient over the norm of the exact one"
+    title = "Errors of the gradient, relative to the norm of the exact gradient"
     return [Grid(title, ["correction", "samples", *heads], rows)]
 
 
@@ -160,7 +160,7 @@ def _bias(found: Mapping[str, Any], method: str, n: int) -> float:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Corrected below classic; both and self-normalised falling with samples; none biased."""
+    """Corrected is below classic; corrected and self-normalised fall with samples; none stays."""
     few, many = SAMPLES
     bias = {(name, n): _bias(found, name, n) for name in METHODS for n in SAMPLES}
     corrected, classic, none, own = "corrected log-Q", "classic log-Q", "none", "self-normalised"
@@ -175,12 +175,12 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         f"{bias[corrected, few]:.3f} to {bias[corrected, many]:.3f} of its norm with the corrected "
         f"log-Q and from {bias[own, few]:.3f} to {bias[own, many]:.3f} self-normalised; it goes "
         f"from {bias[classic, few]:.3f} to {bias[classic, many]:.3f} with the classic log-Q, and "
-        f"from {bias[none, few]:.3f} to {bias[none, many]:.3f} with none, which varies the least "
-        f"and is wrong the most (biases below {least:.3f} cannot be told from chance at {many} "
-        f"samples). Ten times the samples should make the bias ten times smaller. Over all rows it "
-        f"falls less: a few rows decide, in which the model gives a word {limit:.0f} times what "
-        f"the proposal gives it, or more. Over the other 90% of the rows the bias of the corrected "
-        f"log-Q falls from {rest[0]:.3f} to {rest[1]:.3f}."
+        f"from {bias[none, few]:.3f} to {bias[none, many]:.3f} with none, which has the smallest "
+        f"variance and the largest bias (biases below {least:.3f} are not significant at {many} "
+        f"samples). With ten times the samples the bias should be ten times smaller. Over all rows "
+        f"it falls less, because a few rows dominate, in which the model's probability of a word "
+        f"is at least {limit:.0f} times that of the proposal. Over the other 90% of rows the bias "
+        f"of the corrected log-Q falls from {rest[0]:.3f} to {rest[1]:.3f}."
     )
     if below and stays and falls:
         return Verdict("holds", text)
@@ -188,7 +188,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """Bias on the left, deviation on the right, for both numbers of samples."""
+    """Bias on the left, deviation on the right, by number of samples."""
     panels = figure.subplots(1, 2)
     colours = (OTHER_COLOURS[0], OURS_COLOURS[0], OTHER_COLOURS[3], OURS_COLOURS[1])
     for panel, which in zip(panels, ("bias", "deviation"), strict=True):
@@ -206,16 +206,17 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
 STUDY = Study(
     title="bias and variance of sampled gradients",
     claim=(
-        "Subtracting log Q from the target's score as well (the classic correction) leaves a bias "
-        "that leaving the target alone does not have (Khrylchenko et al., arXiv:2507.09331, "
-        "recalled, no figures taken); self-normalised importance sampling is biased by O(1/m) "
-        "(Bengio and Senécal 2003, recalled); without correction another model is learned."
+        "The classic correction, which subtracts log Q from the target's score too, leaves a bias "
+        "that is avoided by not correcting the target (Khrylchenko et al., arXiv:2507.09331, "
+        "recalled, no figures taken). Self-normalised importance sampling has a bias of O(1/m) "
+        "(Bengio and Senécal 2003, recalled). Without a correction a different model is learned."
     ),
     protocol=(
         "A bigram model of Brown's 2,000 most frequent words (hidden size 64) is trained with the "
-        "full softmax, 2,000 steps of 512 words; then `head.audit` compares 1,000 drawn gradients "
-        "of each head with the exact one on 256 words, with the same model and a unigram proposal. "
-        "Bias is the norm of mean minus exact, deviation that of one draw minus mean."
+        "full softmax, 2,000 steps of 512 words. Then `head.audit` compares 1,000 sampled "
+        "gradients of each head with the exact one on 256 words, with the same model and a unigram "
+        "proposal. "
+        "Bias is the norm of the mean error; deviation is that of one sample around the mean."
     ),
     measure=measure,
     grids=grids,

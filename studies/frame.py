@@ -1,7 +1,7 @@
-"""What all studies share: options, data, seeds, time, JSON, tables, plots and the page of docs/.
+"""The framework of the studies: options, data, seeds, timing, JSON, tables, plots and the page.
 
-A study measures, and gives back values that JSON can hold. Its table, plot and verdict are made
-from those values alone, so that docs/results.md is made from the files that are kept.
+A study returns its measurements as JSON values. Its tables, plot and verdict are computed from
+these values only, so docs/results.md is generated from the saved files.
 """
 
 import json
@@ -34,9 +34,9 @@ KEPT = ROOT / "benchmarks" / "results" / "studies"
 DOCS = ROOT / "docs"
 DATA_VARIABLE = "LASTLAYER_DATA"
 RECALLED = "†"
-RECALLED_NOTE = f"{RECALLED} recalled: not checked against the paper."
+RECALLED_NOTE = f"{RECALLED} recalled: quoted from memory, not checked against the paper."
 
-# In the order of the page; `a-name` lies in a_name.py.
+# In the order of the page; the study `a-name` is in a_name.py.
 STUDIES = (
     "huffman-bits", "trees", "frequency-bands", "cnn-softmax", "importance-sampling", "nce",
     "estimators", "label-proportions", "multilabel-table", "zlpr-imbalance", "globalpointer",
@@ -45,13 +45,13 @@ STUDIES = (
 
 
 class Options(NamedTuple):
-    """What a study is run with.
+    """Options of a run.
 
     Attributes:
-        data: folder with the data sets; None where none was given.
-        seeds: one run for each.
-        quick: a small version that shows that it works, not what comes out.
-        device: where it runs.
+        data: folder of the data sets, or None.
+        seeds: one run per seed.
+        quick: whether to run a small version, which only shows that the study works.
+        device: device of the run.
     """
 
     data: Path | None
@@ -60,7 +60,7 @@ class Options(NamedTuple):
     device: torch.device
 
     def path(self, name: str) -> Path:
-        """A file or folder of the data."""
+        """Path of a file or folder of the data."""
         if self.data is None:
             raise ValueError(f"--data: expected a folder with {name}, got none")
         return self.data / name
@@ -70,7 +70,7 @@ class Needed(NamedTuple):
     """A file that a study reads.
 
     Attributes:
-        path: in the data folder.
+        path: path in the data folder.
         source: what to download.
     """
 
@@ -79,7 +79,7 @@ class Needed(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether the published pattern holds: "holds", "holds in part" or "does not hold"; and why."""
+    """Whether the published pattern "holds", "holds in part" or "does not hold"; and why."""
 
     word: str
     why: str
@@ -90,20 +90,20 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A published result, and how it is measured again.
+    """A published result and its replication.
 
     Attributes:
-        title: one line.
-        claim: what was published, where, and whether that was checked.
+        title: title in one line.
+        claim: the published result, its source, and whether that was checked.
         protocol: how it is measured here.
-        measure: the work; what it returns goes into JSON.
-        grids: tables of what was measured, published figures beside it.
-        draw: the plot, on an empty figure.
+        measure: runs the study and returns JSON values.
+        grids: tables of measured and published values.
+        draw: draws the plot on an empty figure.
         verdict: whether the pattern holds.
-        needs: files that must be there.
-        size: of the plot, in inches.
-        seeds: how many by default.
-        cpu_only: whether it is written for a CPU.
+        needs: required files.
+        size: size of the plot in inches.
+        seeds: default number of seeds.
+        cpu_only: whether it only runs on a CPU.
     """
 
     title: str
@@ -123,7 +123,7 @@ def load(name: str) -> Study:
     """The study of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: if there is none.
     """
     if name not in STUDIES:
         raise ValueError(f"name: expected one of {', '.join(STUDIES)}, got {name!r}")
@@ -138,21 +138,21 @@ def list_studies() -> str:
 
 
 def progress(text: str) -> None:
-    """One line on stderr: how far a long study is."""
+    """Print a progress line to stderr."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def data_folder(given: Path | None) -> Path | None:
-    """The folder that was given, or that of the variable LASTLAYER_DATA."""
+    """The given folder, or else that of the environment variable LASTLAYER_DATA."""
     named = os.environ.get(DATA_VARIABLE)
     return given or (Path(named) if named else None)
 
 
 def check_data(study: Study, folder: Path | None) -> None:
-    """See that all files are there before any work.
+    """Check that all required files exist.
 
     Raises:
-        ValueError: the message says what to download and where to put it.
+        ValueError: if not; the message lists what to download.
     """
     missing = [each for each in study.needs if folder is None or not (folder / each.path).exists()]
     if not missing:
@@ -160,22 +160,22 @@ def check_data(study: Study, folder: Path | None) -> None:
     where = f"'{folder}'" if folder else "no folder"
     wanted = "\n".join(f"  {each.path}: {each.source}" for each in missing)
     raise ValueError(
-        f"--data: expected a folder with {len(missing)} more of its files, got {where}; download\n"
-        f"{wanted}\nput them into one folder under these names, and give it with --data FOLDER or "
+        f"--data: expected a folder with {len(missing)} more file(s), got {where}; download\n"
+        f"{wanted}\ninto one folder under these names, and pass it with --data FOLDER or "
         f"{DATA_VARIABLE}=FOLDER"
     )
 
 
 def run(name: str, options: Options, out: Path) -> Path:
-    """Measure, print, and write NAME.json and NAME.png when all of it is done.
+    """Run a study, print its results, and write NAME.json and NAME.png at the end.
 
     Returns:
-        The JSON file.
+        The path of the JSON file.
     """
     study = load(name)
     check_data(study, options.data)
     if not is_available():
-        raise ValueError(f"matplotlib: expected for the plot, got none; {INSTALL_COMMAND}")
+        raise ValueError(f"matplotlib: expected it for the plot, got none; {INSTALL_COMMAND}")
     wall, cpu = time.perf_counter(), time.process_time()
     found = study.measure(options)
     kept = {
@@ -198,12 +198,12 @@ def run(name: str, options: Options, out: Path) -> Path:
     _write(path, (json.dumps(kept, ensure_ascii=False) + "\n").encode())
     _write(out / f"{name}.png", picture)
     show(study, kept)
-    print(f"\nwrote {path} and {name}.png beside it")
+    print(f"\nwrote {path} and {name}.png")
     return path
 
 
 def _write(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all."""
+    """Write a file atomically."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(content)
     part.replace(path)
@@ -226,7 +226,7 @@ def show(study: Study, kept: Mapping[str, Any]) -> None:
         print(RECALLED_NOTE)
     print(study.verdict(kept["found"]))
     if kept["quick"]:
-        print("A quick version: it shows that the study runs, not what it finds.")
+        print("A quick version: it only shows that the study runs; its results mean nothing.")
 
 
 def _has_recalled(grids: Sequence[Grid]) -> bool:
@@ -234,7 +234,7 @@ def _has_recalled(grids: Sequence[Grid]) -> bool:
 
 
 def draw(study: Study, found: Mapping[str, Any]) -> bytes:
-    """The plot as a PNG, the same bytes each time."""
+    """The plot as a reproducible PNG."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -255,7 +255,7 @@ _STYLE: Any = {
 
 
 def log_x(panel: "Axes") -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5, which do not run into each other."""
+    """A logarithmic x axis with labels at 1, 2 and 5 only, so that they do not overlap."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     panel.set_xscale("log")
@@ -265,7 +265,7 @@ def log_x(panel: "Axes") -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Six digits are enough for what is kept; JSON has no NaN or infinity."""
+    """Values with six significant digits for JSON, which has no NaN or infinity."""
     if isinstance(value, Mapping):
         return {str(name): rounded(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -285,12 +285,12 @@ def spread(values: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> s
 
 
 def mean(values: Sequence[float]) -> float:
-    """Over seeds."""
+    """The mean over seeds."""
     return math.fsum(values) / len(values)
 
 
 def write_page(kept: Path = KEPT, docs: Path = DOCS) -> list[Path]:
-    """docs/results.md and its pictures, from the files of full runs; what was written."""
+    """Write docs/results.md and its figures from full runs; returns the written paths."""
     sections, written, rows = list[str](), list[Path](), list[list[str]]()
     missing = [name for name in STUDIES if not (kept / f"{name}.json").is_file()]
     for name in (each for each in STUDIES if each not in missing):
@@ -305,7 +305,7 @@ def write_page(kept: Path = KEPT, docs: Path = DOCS) -> list[Path]:
         written.append(picture)
     if missing:
         sections.append(f"## Not measured yet\n\n{', '.join(f'`{each}`' for each in missing)}.")
-    summary = Grid("All of them", ["study", "what is measured", "the published pattern"], rows)
+    summary = Grid("All of them", ["study", "result", "published pattern"], rows)
     page = docs / "results.md"
     _write(page, ("\n\n".join([_OPENING, summary.markdown(), *sections]) + "\n").encode())
     return [*written, page]
@@ -317,13 +317,13 @@ def _section(name: str, study: Study, kept: Mapping[str, Any], picture: Path) ->
     tables = [text for grid in grids for text in (f"{grid.title}:", grid.markdown())]
     versions = ", ".join(f"{each} {kept['versions'][each]}" for each in ("torch", "numpy"))
     about = (
-        f"Made by `{kept['command']}`, seeds {', '.join(map(str, kept['seeds']))}, on "
+        f"Run with `{kept['command']}`, seeds {', '.join(map(str, kept['seeds']))}, on "
         f"{kept['date'][:10]} at {kept['commit']}: {made_on['name']}, {made_on['threads']} "
         f"thread{'s' * (made_on['threads'] != 1)}, {versions}; {kept['cpu_seconds']:,.0f} seconds "
         f"of CPU time."
     )
     if (kept.get("load") or 0.0) > 1.0:
-        about += " Other programs ran on the machine meanwhile."
+        about += " Other programs ran on the machine at the same time."
     verdict = study.verdict(found)
     return [
         f"## `{name}`: {study.title}", f"**Published.** {study.claim}",
@@ -335,11 +335,11 @@ def _section(name: str, study: Study, kept: Mapping[str, Any], picture: Path) ->
 
 
 _OPENING = f"""\
-# Published results, measured again
+# Replications of published results
 
-Each section has a published result beside what this library measures, a plot, and whether the
-pattern holds. `python -m studies` lists the studies, `python -m studies NAME --data FOLDER` runs
-one, and `--quick` makes it a small version. This page is made from the files in
-`benchmarks/results/studies` by `python -m studies page`. Means over seeds come with ± half of
-their 95% confidence interval. {RECALLED} marks a published figure that was recalled and not
-checked against the paper."""
+Each section compares a published result with measurements of this library, shows a plot, and says
+whether the published pattern holds. `python -m studies` lists the studies,
+`python -m studies NAME --data FOLDER` runs one, and `--quick` runs a small version. This page is
+generated from the files in `benchmarks/results/studies` by `python -m studies page`. Means over
+seeds are followed by ± half the width of their 95% confidence interval. {RECALLED} and
+*recalled* mark published figures that are quoted from memory, not checked against the paper."""

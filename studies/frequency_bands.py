@@ -1,4 +1,4 @@
-"""Differentiated and adaptive softmax beside the full one, by how frequent the words are."""
+"""Differentiated and adaptive softmax compared with the full one, by word frequency."""
 
 import math
 import time
@@ -46,9 +46,9 @@ ROWS, REPEATS = 256, 12
 FULL, ADAPTIVE = "full softmax", "adaptive"
 SLICES, FEWER = "differentiated, 1/2", "differentiated, 1/4"
 PROJECTIONS = "differentiated, projections, 1/4"
-# Perplexity and minutes of training on text8, of Grave et al., checked.
+# Perplexity and training minutes on text8 by Grave et al., checked.
 TEXT8 = {FULL: (144, 83), SLICES: (195, 53), PROJECTIONS: (147, 54), ADAPTIVE: (147, 30)}
-# Test perplexities of Chen et al. after a week of training; recalled but for 91.2.
+# Test perplexities of Chen et al. after a week of training; recalled except for 91.2.
 CHEN = {
     "Penn Treebank, 10,000 words": (123.8, 121.1),
     "Gigaword, 100,000 words": (56.5, 52.0),
@@ -64,7 +64,7 @@ def _differentiated(
     return DifferentiatedSoftmax(width, bands, variant=variant)
 
 
-# Classes are numbered by falling frequency.
+# Class ids are in order of decreasing frequency.
 HEADS: dict[str, Callable[[Any, int], Head]] = {
     FULL: lambda counts, width: FullSoftmax(width, len(counts)),
     SLICES: partial(_differentiated, share=0.5),
@@ -91,7 +91,7 @@ def layout(head: Head) -> list[tuple[int, int]]:
 def prediction_times(
     heads: Mapping[str, Head], hidden: Mapping[str, Tensor], target: Tensor, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of ``topk(10)`` and of the targets' ``log_prob``, the fastest, in turns."""
+    """Smallest time in ms of ``topk(10)`` and of the targets' ``log_prob``, heads in turn."""
     on_gpu = target.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
     best = {name: {"topk": math.inf, "log_prob": math.inf} for name in heads}
@@ -113,7 +113,7 @@ def prediction_times(
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All output layers with all seeds, then the times of prediction of all of them in turns."""
+    """Trains all output layers with all seeds, then times the predictions of all of them."""
     reading = Reading(vocab_size=WORDS, limit=TOKENS)
     setting, repeats = Setting(rates=(0.003, 0.01), held_out=10_000), REPEATS
     if options.quick:
@@ -153,7 +153,7 @@ def _times_of(
     models: Mapping[str, Model], data: TextData, setting: Setting, device: torch.device,
     repeats: int,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Of prediction, each head after the same words with the hidden states of its own model."""
+    """Prediction times; all heads predict the same words from their own models' hidden states."""
     feed = feed_of(data, setting, device)
     made = {name: [*states(model, feed, "test", ROWS)] for name, model in models.items()}
     hidden = {name: torch.cat([h for h, _ in each])[:ROWS] for name, each in made.items()}
@@ -170,26 +170,26 @@ def _seconds(found: Mapping[str, Any], name: str) -> float:
 
 
 def within(run: Mapping[str, Any], seconds: float) -> float:
-    """The lowest perplexity on validation after so much training time, between epochs too."""
+    """The lowest validation perplexity after ``seconds`` of training, interpolated."""
     best = np.minimum.accumulate(np.log(run["valid"]))
     return float(np.exp(np.interp(seconds, run["seconds"], best)))
 
 
 def _in_time_of_full(found: Mapping[str, Any], name: str) -> list[float]:
-    """After as many seconds as the full softmax takes for its first epoch, seed by seed."""
+    """:func:`within` the time of the full softmax's first epoch, for each seed."""
     pairs = zip(found["runs"][name], found["runs"][FULL], strict=True)
     return [within(run, full["seconds"][1]) for run, full in pairs]
 
 
 def _against_full(found: Mapping[str, Any]) -> dict[str, float]:
-    """P-values of a difference in test perplexity to the full softmax, after Holm's correction."""
+    """P-values of differences in test perplexity to the full softmax, Holm-corrected."""
     names = list(found["runs"])
     pairs = p_values([dict(enumerate(_values(found, name))) for name in names], log=True)
     return dict(zip(names[1:], holm([pairs[0, i] for i in range(1, len(names))]), strict=True))
 
 
 def differences(found: Mapping[str, Any], name: str) -> list[list[float]]:
-    """For each decile the loss beyond that of the full softmax, in nats, seed by seed."""
+    """For each decile, the loss minus that of the full softmax, in nats, for each seed."""
     pairs = zip(found["runs"][name], found["runs"][FULL], strict=True)
     by_seed = [
         [a - b if a is not None and b is not None else math.nan
@@ -204,7 +204,7 @@ def _shown(bands: Sequence[Sequence[int]]) -> str:
 
 
 def grids(found: Mapping[str, Any]) -> list[Grid]:
-    """Overall, by decile, layouts, and what Chen et al. have published."""
+    """Overall, by decile, layouts, and the results of Chen et al."""
     p, overall = _against_full(found), []
     for name, runs in found["runs"].items():
         theirs = TEXT8.get(name)
@@ -216,7 +216,7 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
             *(map(str, theirs) if theirs else ("", "")),
         ])  # fmt: skip
     headings = ["output layer", "test perplexity", "p against full",
-                "validation perplexity in the time of a full epoch", "s per epoch",
+                "validation perplexity in the time of an epoch of full softmax", "s per epoch",
                 "topk(10), ms", "log_prob, ms", "million parameters", "learning rate",
                 "text8 perplexity", "text8 min"]  # fmt: skip
     size = f"{found['tokens']['train']:,} tokens, {found['classes']:,} words"
@@ -232,8 +232,8 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
     ]
     return [
         Grid(f"WikiText-2, {size}; prediction per {ROWS} rows", headings, overall),
-        Grid("By tenths of all occurrences, the most frequent words first: loss in nats, and what "
-             "the others have beyond it",
+        Grid("By tenths of all occurrences, the most frequent words first: loss of full softmax in "
+             "nats, and differences of the others to it",
              ["tenth", "words", *found["runs"]], deciles),
         Grid("Classes × width of each band or cluster", ["output layer", "layout"],
              [[name, _shown(runs[0]["layout"])] for name, runs in found["runs"].items()]),
@@ -276,9 +276,9 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     text += f"An epoch of differentiated softmax takes {part:.0%} of the time of full softmax. "
     if part > 0.8 and found["device"] == "cpu":
         text += (
-            "Narrow vectors save products, not exponentials: every class still has a score in "
-            "every row, and at a width of 64 a CPU takes about as long for one as for the other. "
-            "That would leave about three quarters; why it is more was not found. "
+            "Narrow vectors save products but not exponentials: every class still has a score in "
+            "every row, and at width 64 both take about as long on a CPU. This would give about "
+            "three quarters of the time; why it is more was not found. "
         )
     for name in (SLICES, FEWER, ADAPTIVE):
         worse = ", ".join(map(str, _loses(found, name))) or "none"
@@ -291,8 +291,8 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     if last > math.log(found["classes"]):
         text += (
             f"The rarest tenth has a loss of {last:.1f} nats with full softmax, more than the "
-            f"{math.log(found['classes']):.1f} of a uniform guess: words that were seen a few "
-            "times are overfitted, so that less capacity need not hurt them. "
+            f"{math.log(found['classes']):.1f} of a uniform distribution: rare words are "
+            "overfitted, so less capacity does not necessarily make them worse. "
         )
     for what, told in (("topk", "topk(10)"), ("log_prob", "log_prob of the targets")):
         times = {name: mean(_values(found, name, what)) for name in found["runs"]}
@@ -351,29 +351,28 @@ STUDY = Study(
     claim=(
         "Chen, Grangier and Auli (ACL 2016): with the same training time differentiated softmax is "
         "better than full softmax on large vocabularies, is faster at test time too, and gives "
-        "rare words less capacity (perplexities recalled but for 91.2; the rest recalled). Grave "
-        "et al. (ICML 2017): on text8 adaptive softmax has nearly the perplexity of the full one "
-        "in 36% of its time; differentiated softmax does as well with projections, and much worse "
-        "with slices of the hidden state (checked)."
+        "rare words less capacity (all recalled except for 91.2). Grave et al. (ICML 2017): on "
+        "text8 adaptive softmax has nearly the perplexity of full softmax in 36% of its time; "
+        "differentiated softmax is as good with projections, and much worse with slices of the "
+        "hidden state (checked)."
     ),
     protocol=(
         f"The log-bilinear model of the lab (8 words, width 64) on the first {TOKENS:,} training "
         f"tokens of WikiText-2 with the {WORDS:,} most frequent words (on a GPU: all), 10,000 "
-        "held-out tokens each for validation and test. Biases start at the frequencies; the rate "
-        "is chosen from 0.003 and 0.01 (none above was tried) with the first seed after one epoch, "
-        "cut to a quarter when "
-        "validation does not improve, and a run ends when it does not improve again; the best "
-        "epoch counts. 1/2 and 1/4 are the parameters of the class vectors as a share of the full "
-        "softmax; the bands are those of `bands_from_counts`, the clusters those of "
-        "`cutoffs_from_counts` (each a quarter as wide as the one before; “wider”: half). Deciles "
-        "are tenths of all occurrences in the training part. Time is CPU time, one thread: of "
-        "training steps alone, and of prediction the fastest of 12 calls, output layers in turns. "
-        "P-values are of paired t-tests of log-perplexities by seed with Holm's correction. Chen "
-        "et al. tied no time to a corpus of this size: the time of one epoch of full softmax "
-        "stands for theirs, and between epochs log-perplexities are interpolated. That, and that "
-        "rare words pay where both sizes with slices are worse in the last tenth with all seeds, "
-        "was settled after a first look at the results: without interpolation an epoch that was "
-        "2% slower counted as none."
+        "held-out tokens each for validation and test. Biases are initialised to the frequencies. "
+        "The learning rate is 0.003 or 0.01 (no higher one was tried), chosen with the first seed "
+        "after one epoch; it is cut to a quarter when validation stops improving, and the run ends "
+        "when it stops improving again. The best epoch is used. 1/2 and 1/4 are the parameters of "
+        "the class vectors relative to full softmax; the bands are those of `bands_from_counts`, "
+        "the clusters those of `cutoffs_from_counts` (each a quarter as wide as the previous one; "
+        "“wider”: half). Deciles are tenths of all occurrences in the training part. Time is CPU "
+        "time on one thread: of training steps only, and for predictions the fastest of 12 calls, "
+        "output layers in turn. P-values are from paired t-tests of log-perplexities by seed with "
+        "Holm's correction. Chen et al. gave no time for a corpus of this size, so the time of one "
+        "epoch of full softmax is used, and log-perplexities are interpolated between epochs. This "
+        "rule, and the rule that rare words are worse if both sizes with slices are worse in the "
+        "last tenth with all seeds, were chosen after a first look at the results: without "
+        "interpolation, an epoch that was 2% slower did not count."
     ),
     measure=measure,
     grids=grids,

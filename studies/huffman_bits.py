@@ -1,4 +1,4 @@
-"""How many bits Huffman's tree saves on Brown, and how much of that a training step saves."""
+"""The bits that a Huffman tree saves on Brown, and the time that this saves in a training step."""
 
 import gzip
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BROWN = "brown/brown.txt.gz"
 WORDS = 10_000
 PUBLISHED = {"balanced": 13.3, "huffman": 9.16, "saved": 0.31}
-# Whether case counts, and whether one class stands for all other words.
+# Whether to lower the case, and whether to merge all other words into one class.
 VARIANTS = {
     "lower case, rare words as one class": (True, True),
     "lower case, rare words left out": (True, False),
@@ -35,7 +35,7 @@ MAIN = next(iter(VARIANTS))
 
 
 def read_counts(path: Path, lower: bool, merge: bool) -> NDArray[np.int64]:
-    """Counts of the 10,000 classes, the most frequent first but for the class of all others."""
+    """Counts of the 10,000 classes, the most frequent first; the class of all others is last."""
     text = gzip.decompress(path.read_bytes()).decode("utf-8")
     lines = (line for line in text.splitlines() if not line.startswith("# "))
     found = Counter(word for line in lines for word in (line.lower() if lower else line).split())
@@ -44,7 +44,7 @@ def read_counts(path: Path, lower: bool, merge: bool) -> NDArray[np.int64]:
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
-    """Of a draw by these counts, in bits."""
+    """Entropy in bits of the distribution given by the counts."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum())
 
@@ -52,7 +52,7 @@ def entropy(counts: NDArray[np.int64]) -> float:
 def step_times(
     counts: NDArray[np.int64], width: int, seed: int, repeats: int, device: torch.device
 ) -> dict[str, float]:
-    """Milliseconds of a step, the fastest of several, trees in turns; and vectors it touches."""
+    """Smallest time in ms of a step, trees in turn; and the number of vectors with a gradient."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.multinomial(
         torch.tensor(counts / counts.sum()), 1024, replacement=True, generator=generator
@@ -62,7 +62,7 @@ def step_times(
         "balanced": HierarchicalSoftmax(width, balanced(len(counts)), sparse=True, device=device),
         "huffman": HierarchicalSoftmax(width, huffman(counts), sparse=True, device=device),
     }
-    # CPU time of the process, since other programs may run: a GPU is waited for instead.
+    # CPU time of the process, since other programs may run; wall-clock time on a GPU.
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     best = dict.fromkeys(heads, math.inf)
     touched = {}
@@ -81,7 +81,7 @@ def step_times(
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Expected depths for each way to count words; step times for the first."""
+    """Expected depths for each way to count words, and step times for the first."""
     path = options.path(BROWN)
     bits, counts = {}, {}
     for name, (lower, merge) in VARIANTS.items():
@@ -129,7 +129,7 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Bits within 0.5 of the published, and a step that saves at least 80% of what they say."""
+    """Bits within 0.5 of the published ones, and a step that saves at least 80% as much."""
     bits = found["bits"][MAIN]
     saved, widest = _saved(bits), list(found["times"])[-1]
     runs = found["times"][widest]
@@ -143,11 +143,11 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     )
     vectors = [mean([run[f"{tree}_vectors"] for run in runs]) for tree in ("balanced", "huffman")]
     told += (
-        f" The bits agree, the time does not follow them wholly: a step saves {step:.0%} of its "
-        f"time at a hidden size of {widest}. "
+        f" The bits agree, the time only in part: a step saves {step:.0%} of its time at a hidden "
+        f"size of {widest}. "
         f"Its sparse gradient has {vectors[0]:,.0f} vectors with the balanced tree and "
-        f"{vectors[1]:,.0f} with Huffman's, since rows share the nodes near the root and the "
-        "rare words have long paths of their own."
+        f"{vectors[1]:,.0f} with Huffman's, since rows share the nodes near the root, and rare "
+        "words have long paths that are not shared."
     )
     if close and step > 0.8 * saved:
         return Verdict("holds", told)
@@ -187,16 +187,16 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
 STUDY = Study(
     title="bits per word of Huffman's tree, and the time of a step",
     claim=(
-        "A balanced tree over 10,000 words needs 13.3 bits per word; with word frequencies it is "
-        "9.16, the entropy that Morin and Bengio (AISTATS 2005) report of their corpus, which is "
-        "Brown: 31% saved (checked in the survey that quotes them, not in their paper)."
+        "A balanced tree over 10,000 words needs 13.3 bits per word. With word frequencies it is "
+        "9.16, the entropy that Morin and Bengio (AISTATS 2005) report for their corpus, Brown: "
+        "31% are saved (checked in a survey that cites them, not in their paper)."
     ),
     protocol=(
         "Brown, 10,000 classes, counted in four ways, since the vocabulary is not described in "
         "detail; expected depth of `trees.balanced` and `trees.huffman` by the counts. Step time "
         "(forward and backward, row-sparse gradients, one thread) is CPU time, the fastest of 40, "
-        "with targets drawn by the counts. Times were taken three times on a busy machine, with "
-        "savings of 20 to 23%, 15 to 22% and 18 to 19%; the last run is kept."
+        "with targets drawn by the counts. Times were measured three times on a busy machine, with "
+        "savings of 20 to 23%, 15 to 22% and 18 to 19%; the last run is shown."
     ),
     measure=measure,
     grids=grids,

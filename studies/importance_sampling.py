@@ -1,4 +1,4 @@
-"""Importance sampling with a fixed and with an adaptive proposal, against the exact softmax."""
+"""Importance sampling with a fixed and an adaptive proposal, compared with the exact softmax."""
 
 import math
 import time
@@ -46,17 +46,18 @@ UNIGRAM, ADAPTIVE = "importance sampling, unigram", "adaptive importance samplin
 SHARED = f"{UNIGRAM}, shared draws"
 NAMES = (EXACT, UNIGRAM, ADAPTIVE, SHARED, SAMPLED)
 PUBLISHED = {UNIGRAM: "19 (2003)", ADAPTIVE: "100 (2008)"}
-# Perplexity within this share of the exact softmax's best one counts as equal.
+# Perplexity within this factor of the exact softmax's best one counts as equal.
 _CLOSE = 1.01
 _LEVELS = {"epoch": "after one epoch", "best": f"its best × {_CLOSE:g}"}
-# Rows of training text on which model and proposal are compared over all classes.
+# Number of training rows on which model and proposal are compared over all classes.
 _COMPARED = 256
 
 
 class UnigramImportanceSampling(AdaptiveImportanceSampling):
-    """Without a context the proposal is the unigram, and learns nothing; rows draw for themselves.
+    """Importance sampling with a fixed unigram proposal and separate draws for each row.
 
-    This is what the authors did. :class:`ImportanceSampling` has draws that all rows share.
+    With one context the adaptive proposal stays the unigram. This is the method of the authors;
+    :class:`ImportanceSampling` has draws that all rows share.
     """
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
@@ -67,7 +68,7 @@ class UnigramImportanceSampling(AdaptiveImportanceSampling):
 def make_head(name: str, data: TextData) -> Head:
     """The output layer of that name."""
     size = SETTING.width, data.n_classes
-    # Below 2,000 classes a quarter of them is what a row draws before it takes all.
+    # With few classes, a row computes the exact softmax after draws of a quarter of the classes.
     stop: dict[str, Any] = {"target_ess": TARGET_ESS, "max_samples": most_samples(data.n_classes)}
     if name == UNIGRAM:
         return UnigramImportanceSampling(*size, data.counts, n_samples=BLOCK, contexts=1, **stop)
@@ -82,12 +83,12 @@ def make_head(name: str, data: TextData) -> Head:
 
 
 def most_samples(n_classes: int) -> int:
-    """Draws after which a row takes all classes."""
+    """Number of draws after which a row uses all classes."""
     return min(MAX_SAMPLES, max(2 * BLOCK, n_classes // 4))
 
 
 class Watcher:
-    """Counts the scores that training computes, and compares model and proposal at each look."""
+    """Counts the scores computed in training, and compares model and proposal at each look."""
 
     def __init__(self, name: str, data: TextData) -> None:
         self._name, self._data = name, data
@@ -105,7 +106,7 @@ class Watcher:
         self._words, self._drawn, self._gave_up = 0, list[Tensor](), list[Tensor]()
 
     def _count(self, head: nn.Module, given: tuple[Tensor, ...], _loss: Tensor) -> None:
-        # Copies of the head have the same hook: that which warms up does not count.
+        # Copies of the head have the same hook, but the copy for the warm-up does not count.
         if head is not self._head or not torch.is_grad_enabled():
             return
         self._words += given[1].numel()
@@ -118,7 +119,7 @@ class Watcher:
             self._gave_up.append(head.took_all.sum())
 
     def __call__(self, model: Model, feed: TextFeed) -> dict[str, float]:
-        """Means per word since the last look, and how far the model is from its proposal now."""
+        """Means per word since the last look, and the divergence of model and proposal."""
         words = max(1, self._words)
         drawn, gave_up = (
             float(torch.stack(each).sum()) / words if each else 0.0
@@ -131,7 +132,7 @@ class Watcher:
 
     @torch.no_grad()
     def _proposal(self, model: Model, feed: TextFeed) -> dict[str, float]:
-        """KL(model ‖ proposal), and draws that the target takes by p and q: ESS · Σ p² / q."""
+        """KL(model ‖ proposal), and the draws needed for the target ESS: ESS · Σ p² / q."""
         for module in model:
             module.eval()
         self._unigram.to(next(model.head.parameters()).device)
@@ -157,20 +158,20 @@ class Watcher:
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p ‖ q) of each row, and Σ p² / q, by which draws outnumber their effective size."""
+    """KL(p ‖ q) of each row, and Σ p² / q, the ratio of draws to effective sample size."""
     ratio = log_p - log_q
     return (log_p.exp() * ratio).sum(-1), (log_p + ratio).exp().sum(-1)
 
 
 def scores_per_word(head: Head, drawn: float, gave_up: float) -> float:
-    """Classes that are compared with a hidden state in training, the target included."""
+    """Number of scores per hidden state in training, including the target's."""
     if isinstance(head, ImportanceSampling):
         return 1 + drawn + gave_up * head.n_classes
     return 1.0 + head.n_samples if isinstance(head, SampledSoftmax) else float(head.n_classes)
 
 
 def exact_ns(data: TextData, rows: int, device: torch.device, *, steps: int) -> float:
-    """Time per score of the exact softmax and its gradients, with so many words per step."""
+    """Time per score of the exact softmax and its gradients, with ``rows`` words per step."""
     torch.manual_seed(0)
     head = make_head(EXACT, data).to(device)
     hidden = torch.randn(rows, SETTING.width, device=device, requires_grad=True)
@@ -191,7 +192,7 @@ def exact_ns(data: TextData, rows: int, device: torch.device, *, steps: int) -> 
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All output layers on the beginning of Brown; on a GPU on the whole of it."""
+    """Trains all output layers on the beginning of Brown; on a GPU on all of it."""
     limit = None if options.device.type == "cuda" else TOKENS
     setting, looks = SETTING, LOOKS
     if options.quick:
@@ -217,15 +218,15 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 class Point(NamedTuple):
-    """How far a run is at a look."""
+    """The state of a run at a look."""
 
     seconds: float
-    scores: float  # computed so far, in all
+    scores: float  # total number computed so far
     perplexity: float
 
 
 def points(run: Mapping[str, Any]) -> list[Point]:
-    """Time, scores and perplexity from the start on."""
+    """Time, scores and perplexity at each look, including the start."""
     scores, made = 0.0, []
     for (seconds, perplexity), watched in zip(run["curve"], [None, *run["watched"]], strict=True):
         scores += watched["scores"] * watched["words"] if watched else 0.0
@@ -234,7 +235,7 @@ def points(run: Mapping[str, Any]) -> list[Point]:
 
 
 def reached(run: Mapping[str, Any], level: float) -> Point | None:
-    """When perplexity first is at a level, between looks on a line of its logarithm; or never."""
+    """When perplexity first reaches a level, log-linear between looks; None if it never does."""
     before = None
     for point in points(run):
         if point.perplexity <= level:
@@ -249,12 +250,12 @@ def reached(run: Mapping[str, Any], level: float) -> Point | None:
 
 
 def levels(exact: Mapping[str, Any]) -> dict[str, float]:
-    """Perplexities of the exact softmax that others are to reach."""
+    """Perplexities of the exact softmax that the others should reach."""
     return {"epoch": exact["valid"][1], "best": _CLOSE * min(exact["valid"])}
 
 
 def speed_ups(found: Mapping[str, Any], name: str, level: str) -> list[tuple[float, float] | None]:
-    """How many times less CPU time and fewer scores than the exact softmax, for each seed."""
+    """Speed-ups over the exact softmax in time and scores, per seed; None if not reached."""
     made: list[tuple[float, float] | None] = []
     for run, exact in zip(found["runs"][name], found["runs"][EXACT], strict=True):
         goal = levels(exact)[level]
@@ -268,7 +269,7 @@ def speed_ups(found: Mapping[str, Any], name: str, level: str) -> list[tuple[flo
 
 
 def _told(values: Sequence[tuple[float, float] | None], place: int) -> str:
-    """The mean over the seeds that got there."""
+    """The mean over the seeds that reached the level."""
     there = [each[place] for each in values if each is not None]
     if not there:
         return "not reached"
@@ -277,7 +278,7 @@ def _told(values: Sequence[tuple[float, float] | None], place: int) -> str:
 
 
 def _watched(found: Mapping[str, Any], name: str, key: str, look: int) -> list[float]:
-    """Of all runs at a look, -1 for that at the end of the best epoch."""
+    """A value of all runs at a look; -1 is the end of the best epoch."""
     return [
         run["watched"][_best_look(found, run) if look == -1 else look][key]
         for run in found["runs"][name]
@@ -341,7 +342,7 @@ def _ns_per_score(run: Mapping[str, Any]) -> float:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Same perplexity faster; a fixed proposal needs ever more draws, one that adapts does not."""
+    """Same perplexity faster; a fixed proposal needs more and more draws, an adaptive one not."""
     looks, text = int(found["looks"]), ""
     faster, missed = dict[str, float](), 0
     for name in (UNIGRAM, ADAPTIVE):
@@ -402,7 +403,7 @@ def _fewer(ratio: float) -> str:
 
 
 def _reason(found: Mapping[str, Any], faster: Mapping[str, float]) -> str:
-    """What a score costs: the speed-up in scores is one in time where that is the same."""
+    """The time per score, which relates the speed-up in scores to the speed-up in time."""
     cost = {name: mean([_ns_per_score(run) for run in found["runs"][name]]) for name in NAMES}
     batch = str(found["batch"])
     alone, together = (found["exact_ns"][rows] for rows in ("1", batch))
@@ -414,10 +415,10 @@ def _reason(found: Mapping[str, Any], faster: Mapping[str, float]) -> str:
     if min(faster.values(), default=0.0) < 19:
         batched = alone / together
         text += (
-            f". The exact one is a matrix product for {int(batch):,} words at once: its loss and "
-            f"gradients cost {together:.1f} ns per score so, and {alone:.1f} ns with one word at a "
-            f"time, as the authors trained (recalled)"
-            + (f"; a factor of {batched:.1f} is won by the batch already" if batched > 1.5 else "")
+            f". The exact softmax is one matrix product for {int(batch):,} words: its loss and "
+            f"gradients cost {together:.1f} ns per score, and {alone:.1f} ns with one word per "
+            f"step, as the authors trained (recalled)"
+            + (f"; batching alone gains a factor of {batched:.1f}" if batched > 1.5 else "")
             + ". The vocabulary is smaller than theirs as well "
             f"({found['classes']:,} of 14,847 words)" * (found["classes"] < 14_000)
         )
@@ -425,7 +426,7 @@ def _reason(found: Mapping[str, Any], faster: Mapping[str, float]) -> str:
 
 
 def _losses(found: Mapping[str, Any]) -> str:
-    """How far perplexity stays above the exact one, and why."""
+    """How far perplexity is above that of the exact softmax, and why."""
     exact = [min(run["valid"]) for run in found["runs"][EXACT]]
     above = {}
     for name in (UNIGRAM, ADAPTIVE, SHARED, SAMPLED):
@@ -433,20 +434,19 @@ def _losses(found: Mapping[str, Any]) -> str:
         pairs = zip(best, exact, strict=True)
         above[name] = 100 * mean([ours / theirs - 1 for ours, theirs in pairs])
     told = ", ".join(f"{_percent(each)} with {name}" for name, each in above.items())
-    text = f"Beside the exact softmax the best validation perplexity is {told}. "
+    text = f"Relative to the exact softmax the best validation perplexity is {told}. "
     if max(above[UNIGRAM], above[ADAPTIVE]) > 1:
         text += (
-            "Likely it is a bias that remains of the estimate: a row stops drawing when the "
-            "weights of what it has drawn are even, and that is also so where it has missed a word "
-            "that the model expects and the proposal does not. "
+            "The likely cause is a remaining bias of the estimate: a row stops drawing when the "
+            "weights of its draws are even, which also happens if it has missed a word that is "
+            "probable for the model but not for the proposal. "
         )
     test = {name: mean([run["test"] for run in found["runs"][name]]) for name in (UNIGRAM, SHARED)}
     # On validation alone a gap may be chance.
     if above[SHARED] > above[UNIGRAM] + 1 and test[SHARED] > test[UNIGRAM]:
         text += (
             "Shared draws add noise: the effective sample size of a row does not say how noisy the "
-            "gradient of a whole batch is, which averages over the draws of its rows where these "
-            "are different ones. "
+            "gradient of a whole batch is, and separate draws of the rows average out. "
         )
     return text
 
@@ -465,7 +465,7 @@ _COLOURS = dict(
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """Perplexity against time and against scores; draws and KL against epochs."""
+    """Perplexity by time and by scores; draws and KL by epoch."""
     panels = figure.subplots(2, 2).flatten()
     for name, runs in found["runs"].items():
         for place, run in enumerate(runs):
@@ -512,20 +512,19 @@ STUDY = Study(
     protocol=(
         "The beginning of the training part of Brown, words that occur three times or fewer there "
         "merged (the authors: 800,000 tokens, 14,847 words); log-bilinear model of eight words, "
-        f"width {SETTING.width}, Adam, batches of 1,024 words, rate of {len(SETTING.rates)} by "
-        "validation after one epoch with the first seed, a quarter of it from the first epoch "
-        f"without improvement on. Each row draws blocks of {BLOCK} for itself until its effective "
-        f"sample size is {TARGET_ESS:g}, and takes all words after {MAX_SAMPLES:,} draws, or as "
-        "many as a quarter of the words. The adaptive proposal mixes unigram and bigram and starts "
-        "as the unigram. With shared draws the rows of a batch have the same blocks, each as many "
-        "as it needs; rows with draws of their own were added after a first look at a run on "
-        "12,000 tokens, in which shared draws fell behind. Sampled softmax "
-        f"draws {SAMPLES} words for all rows. Validation is judged {LOOKS} times per epoch, by the "
-        "exact softmax for every output layer. Time is CPU time of training steps, one thread; "
-        "scores are hidden states times words compared with them, which is what the authors' "
-        "factor amounts to. Speed-ups are of each seed by itself, times between two looks on a "
-        "line of log perplexity. KL and the draws that p and q call for are measured on "
-        f"{_COMPARED} words of the training text."
+        f"width {SETTING.width}, Adam, batches of 1,024 words; the best of {len(SETTING.rates)} "
+        "learning rates by validation after one epoch with the first seed, cut to a quarter after "
+        f"the first epoch without improvement. Each row draws blocks of {BLOCK} until its "
+        f"effective sample size is {TARGET_ESS:g}, and uses all words after {MAX_SAMPLES:,} draws, "
+        "or after a quarter of the number of words. The adaptive proposal mixes unigram and bigram "
+        "and starts as the unigram. With shared draws the rows of a batch share blocks, and each "
+        "uses as many as it needs; separate draws were added after a first run on 12,000 tokens, "
+        f"in which shared draws were worse. Sampled softmax draws {SAMPLES} words for all rows. "
+        f"Validation runs {LOOKS} times per epoch, with the exact softmax for every output layer. "
+        "Time is CPU time of training steps on one thread. Scores are the products of a hidden "
+        "state and a class vector, which the authors' factor effectively counts. Speed-ups are "
+        "computed for each seed, log-linear in perplexity between looks. KL and the draws needed "
+        f"for p and q are measured on {_COMPARED} words of the training text."
     ),
     measure=measure,
     grids=grids,

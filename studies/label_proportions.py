@@ -1,4 +1,4 @@
-"""Label proportions of simulated documents: the loss of softmax against that of sparsemax."""
+"""Label proportions of simulated documents: the softmax loss compared with the sparsemax loss."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -39,11 +39,11 @@ class Documents(NamedTuple):
 
 
 def simulate(n_classes: int, kind: str, length: int, seed: int) -> dict[str, Documents]:
-    """Documents that are mixtures of the labels' word distributions.
+    """Simulates documents as mixtures of the labels' word distributions.
 
-    As many words as labels; each label has a random distribution over words, and a random
-    frequency. The number of labels of a document is Poisson with mean 1, drawn again where it is 0;
-    their proportions are equal or Dirichlet's, and the number of words is Poisson.
+    There are as many words as labels. Each label has a random distribution over words and a random
+    frequency. The number of labels of a document is Poisson with mean 1, redrawn if it is 0. Their
+    proportions are uniform or from a Dirichlet distribution, and the number of words is Poisson.
     """
     draw = np.random.default_rng([seed, n_classes, length, KINDS.index(kind)])
     words = draw.random((n_classes, n_classes))
@@ -77,7 +77,7 @@ def errors(probs: Tensor, shares: Tensor) -> dict[str, float]:
 
 
 def one_run(n_classes: int, kind: str, length: int, seed: int) -> dict[str, dict[str, float]]:
-    """Both losses on the same documents; the penalty that is best on dev, for each measure."""
+    """Test errors of both losses on the same documents, with the best penalty on dev."""
     made = simulate(n_classes, kind, length, seed)
     train, dev, test = made["train"], made["dev"], made["test"]
     result = {}
@@ -94,7 +94,7 @@ def one_run(n_classes: int, kind: str, length: int, seed: int) -> dict[str, dict
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Every number of labels, kind of proportions, length and seed."""
+    """Runs every number of labels, kind of proportions, length and seed."""
     lengths = (200, 2000) if options.quick else LENGTHS
     classes = CLASSES[:1] if options.quick else CLASSES
     runs = [
@@ -115,7 +115,7 @@ def _cells(found: Mapping[str, Any]) -> dict[tuple[int, str], dict[int, list[Any
 
 
 def _gains(runs: list[Any], key: str) -> list[float]:
-    """By how much of softmax's error sparsemax is lower, by seed."""
+    """Relative reduction of error by sparsemax over softmax, for each seed."""
     return [1 - run["sparsemax"][key] / run["softmax"][key] for run in runs]
 
 
@@ -131,15 +131,13 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
                 row += [spread([run[m][key] for run in runs], 2, scale=1000) for m in METHODS]
                 row.append(spread(_gains(runs, key), 0, scale=100) + "%")
             rows.append(row)
-    heads = [
-        f"{name}: {each}" for name in ("squared", "JS") for each in (*METHODS, "sparsemax lower by")
-    ]
+    heads = [f"{name}: {each}" for name in ("squared", "JS") for each in (*METHODS, "lower by")]
     return [Grid("Errors × 1,000 on test documents, means over documents and labels",
                  ["labels", "proportions", "words", *heads], rows)]  # fmt: skip
 
 
 def _signs(found: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """For how many lengths and numbers of labels each is better by JS, with 95% confidence."""
+    """Number of cases in which each method has the lower JS divergence, with 95% confidence."""
     tally = {"sparsemax": 0, "softmax": 0, "neither": 0}
     for (_, each), by_length in _cells(found).items():
         for runs in by_length.values() if each == kind else ():
@@ -154,7 +152,7 @@ def _signs(found: Mapping[str, Any], kind: str) -> dict[str, int]:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Sparsemax better where proportions are uniform, and with long documents."""
+    """Sparsemax is better with uniform proportions, and better for longer documents."""
     even, drawn = _signs(found, "uniform"), _signs(found, "random")
     parts = []
     for (n, kind), by_length in _cells(found).items():
@@ -168,7 +166,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     )
     rises = all(ends[1] > ends[0] for *_, ends in parts)
     text = (
-        f"By how much the JS divergence of sparsemax is lower than that of softmax: {told}. With "
+        f"Reduction of the JS divergence by sparsemax, relative to softmax: {told}. With "
         f"uniform proportions sparsemax is significantly better in {even['sparsemax']} of "
         f"{sum(even.values())} cases and softmax in {even['softmax']}; with random ones "
         f"{drawn['sparsemax']} and {drawn['softmax']} of {sum(drawn.values())}."
@@ -180,7 +178,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """A panel for each number of labels and kind, above by squared error, below by JS."""
+    """One column per number of labels and kind; squared error above, JS divergence below."""
     cells = _cells(found)
     panels = figure.subplots(2, len(cells), squeeze=False, sharex=True)
     for column, ((n, kind), by_length) in enumerate(cells.items()):
@@ -203,18 +201,18 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
 
 
 STUDY = Study(
-    title="label proportions of simulated documents, softmax against sparsemax",
+    title="label proportions of simulated documents, softmax vs sparsemax",
     claim=(
         "Martins and Astudillo (ICML 2016, section 4.1 and its figure, which has no numbers): "
-        "sparsemax has the lower error where label proportions are uniform; with random "
-        "proportions softmax is better for short documents (some 400 words or fewer) and sparsemax "
-        "for long ones (recalled)."
+        "sparsemax has the lower error if label proportions are uniform; with random proportions "
+        "softmax is better for short documents (about 400 words or fewer) and sparsemax for long "
+        "ones (recalled)."
     ),
     protocol=(
         "The simulation of the authors' code: 1,200 training, 200 dev and 1,000 test documents, "
         "as many words as labels, Poisson numbers of labels, 200 to 2,000 words; a linear "
         "model on word frequencies by L-BFGS (100 steps), the penalty chosen on dev from four; "
-        "errors divided by documents and labels. The random generator is not theirs."
+        "errors averaged over documents and labels. The random number generator differs."
     ),
     measure=measure,
     grids=grids,

@@ -1,4 +1,4 @@
-"""Small language models under any output layer, for the studies that predict words."""
+"""Training of small language models with any output layer, for several studies."""
 
 import copy
 import gzip
@@ -26,7 +26,8 @@ WIKITEXT2 = tuple(
     Needed(f"wikitext2/{part}.txt.gz", f"{part}.txt of WikiText-2, gzip")
     for part in ("train", "valid", "test")
 )
-# Less than this share of the perplexity is no improvement, and the rate is cut when there is none.
+# Smallest relative improvement of perplexity that counts, and the factor of the learning rate if
+# there was none.
 _LEAST_GAIN, _CUT = 0.002, 0.25
 
 MakeHead = Callable[[], Head]
@@ -35,12 +36,12 @@ MakeHead = Callable[[], Head]
 def brown(path: Path, reading: Reading) -> TextData:
     """Brown in lower case: 800,000 tokens for training, then 200,000 for validation.
 
-    The split is that of Bengio and Senécal; the rest is for the test. ``reading.limit`` keeps the
-    beginning of the training part, and of each other part an eighth of that.
+    The split is that of Bengio and Senécal; the rest is the test part. ``reading.limit`` truncates
+    the training part, and each other part to an eighth of that.
     """
     lines = gzip.decompress(path.read_bytes()).decode("utf-8").lower().splitlines()
     tokens = [word for line in lines if not line.startswith("# ") for word in (*line.split(), END)]
-    # Of a text that is shorter than Brown, seven tenths and a sixth.
+    # Texts shorter than Brown are split into seven tenths and a sixth.
     train, valid = min(800_000, len(tokens) * 7 // 10), min(200_000, len(tokens) // 6)
     parts = {"train": tokens[:train], "valid": tokens[train : train + valid],
              "test": tokens[train + valid :]}  # fmt: skip
@@ -48,7 +49,7 @@ def brown(path: Path, reading: Reading) -> TextData:
 
 
 def wikitext2(folder: Path, reading: Reading) -> TextData:
-    """WikiText-2 in its own parts."""
+    """WikiText-2 with its own split."""
     parts = {}
     for part in ("train", "valid", "test"):
         text = gzip.decompress((folder / f"{part}.txt.gz").read_bytes()).decode("utf-8")
@@ -66,16 +67,17 @@ def _data(name: str, parts: Mapping[str, Sequence[str]], reading: Reading) -> Te
 
 
 class Setting(NamedTuple):
-    """What is the same for every output layer.
+    """Settings that all output layers share.
 
     Attributes:
-        kind: of the backbone: ``bag`` (log-bilinear, the last eight words) or ``lstm``.
+        kind: type of the backbone: ``bag`` (log-bilinear, the last eight words) or ``lstm``.
         width: size of word vectors and hidden states.
-        batch: windows per step.
-        length: words in a window.
-        epochs: at most; a run ends when validation does not improve at a quarter of its rate.
+        batch: batch size in windows.
+        length: words per window.
+        epochs: largest number of epochs; a run ends when validation stops improving after its
+            learning rate was cut to a quarter.
         rates: learning rates to choose from.
-        held_out: tokens of validation and test that are judged, spread evenly.
+        held_out: number of validation and test tokens that are evaluated, evenly spaced.
     """
 
     kind: str = "bag"
@@ -88,18 +90,18 @@ class Setting(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A backbone and its output layer, trained."""
+    """A trained backbone and its output layer."""
 
     body: nn.Module
     head: Head
 
 
 Watch = Callable[[Model, TextFeed], dict[str, float]]
-"""Measures of a model on the way, at the end of each epoch; they are not on the clock."""
+"""Computes metrics of a model during training; its time is not measured."""
 
 
 def feed_of(data: TextData, setting: Setting, device: torch.device) -> TextFeed:
-    """Batches of the corpus."""
+    """The batches of a corpus."""
     return TextFeed(data, setting.batch, setting.length, device)
 
 
@@ -108,15 +110,15 @@ def fit(
     device: torch.device, *, start_at_counts: bool = True, watch: Watch | None = None,
     looks: int = 1,
 ) -> tuple[dict[str, Any], Model]:  # fmt: skip
-    """Train until validation does not improve; the best model, and how it came about.
+    """Train until validation stops improving; returns a record of the run and the best model.
 
-    With ``looks`` above 1 validation is judged, and ``watch`` is asked, so many times per epoch;
-    when to stop, and which model is best, is still a matter of whole epochs.
+    With ``looks`` above 1, validation and ``watch`` run that many times per epoch; early stopping
+    and the choice of the best model still use whole epochs.
 
     Returns:
-        The run (``valid`` and ``test`` perplexities, ``seconds`` of training steps after each
-        epoch, ``step_ms``, ``flat``: whether it ended before ``epochs``, ``curve``: seconds and
-        perplexity at each look where these are more than the epochs), and the best model.
+        The run and the best model. The run has ``valid`` and ``test`` perplexities, ``seconds`` of
+        training steps after each epoch, ``step_ms``, ``flat`` (whether it ended before ``epochs``),
+        and ``curve`` (seconds and perplexity at each look, if there are several per epoch).
     """
     torch.manual_seed(seed)
     feed = feed_of(data, setting, device)
@@ -170,7 +172,7 @@ def fit(
 def _train(
     stepper: Stepper, feed: TextFeed, seed: int, steps: range, device: torch.device
 ) -> float:
-    """Seconds of the steps: CPU time of the process, or of a GPU that is waited for."""
+    """Seconds of the steps: CPU time of the process, or wall-clock time on a GPU."""
     stepper.body.train()
     stepper.head.train()
     on_gpu = device.type == "cuda"
@@ -196,7 +198,7 @@ def _load(model: Model, state: Sequence[dict[str, Tensor]]) -> None:
 
 @torch.no_grad()
 def states(model: Model, feed: TextFeed, part: str, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden states of held-out text, ``(n, width)``, with the words that follow."""
+    """Yields hidden states of held-out text, ``(n, width)``, and the words that follow."""
     for each in model:
         each.eval()
     for batch in feed.held_out(part, tokens):
@@ -204,13 +206,13 @@ def states(model: Model, feed: TextFeed, part: str, tokens: int) -> Iterator[tup
 
 
 def judge(model: Model, feed: TextFeed, part: str, setting: Setting) -> Rows:
-    """What the model makes of each held-out word, exactly and over all classes."""
+    """Exact predictions of each held-out word, normalised over all classes."""
     return judge_rows(model.head, states(model, feed, part, setting.held_out))
 
 
 @torch.no_grad()
 def perplexity(model: Model, feed: TextFeed, part: str, setting: Setting) -> float:
-    """Of held-out text, exact: heads that are trained on samples are normalised here too."""
+    """Exact perplexity of held-out text; sampled heads are normalised over all classes, too."""
     total, n = 0.0, 0
     for hidden, target in states(model, feed, part, setting.held_out):
         total -= model.head.log_prob(hidden, target).double().sum().item()
@@ -222,7 +224,7 @@ def choose_rate(
     data: TextData, make_head: MakeHead, seed: int, setting: Setting, device: torch.device,
     **given: Any,
 ) -> float:  # fmt: skip
-    """The rate of ``setting.rates`` with the lowest perplexity on validation after one epoch."""
+    """The learning rate with the lowest validation perplexity after one epoch."""
     short = setting._replace(epochs=1)
     if len(setting.rates) == 1:
         return setting.rates[0]
@@ -240,17 +242,17 @@ def fit_seeds(
     name: str, data: TextData, make_head: MakeHead, seeds: Sequence[int], setting: Setting,
     device: torch.device, *, judged: Judged | None = None, **given: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Choose the rate with the first seed, then train with each; one run per seed.
+    """Choose the learning rate with the first seed, then train one run per seed.
 
     Args:
-        name: for the lines of progress.
+        name: name in progress lines.
         data: the corpus.
-        make_head: makes the output layer, after torch was seeded.
-        seeds: one run for each.
-        setting: what is the same for all output layers.
-        device: where it is trained.
-        judged: more measures of each model at its best, added to its run.
-        given: further arguments of :func:`fit`.
+        make_head: constructs the output layer; torch is seeded before.
+        seeds: one run per seed.
+        setting: settings that all output layers share.
+        device: device of the training.
+        judged: computes more metrics of each best model, which are added to its run.
+        given: other arguments of :func:`fit`.
     """
     rate = choose_rate(data, make_head, seeds[0], setting, device, **given)
     runs = []
@@ -268,19 +270,19 @@ def fit_seeds(
 
 
 def of_seeds(found: Mapping[str, Any], name: str, key: str) -> list[float]:
-    """Of an output layer, one for each seed."""
+    """A value of all runs of an output layer, one per seed."""
     return [run[key] for run in found["runs"][name]]
 
 
 def mean_test(found: Mapping[str, Any], name: str) -> float:
-    """Of an output layer, the geometric mean over seeds."""
+    """The geometric mean of test perplexities of an output layer over seeds."""
     return geometric_mean(of_seeds(found, name, "test"))
 
 
 def against_first(found: Mapping[str, Any]) -> dict[str, float]:
-    """P-values of a difference in test perplexity to the first output layer, Holm-corrected.
+    """P-values of differences in test perplexity to the first output layer, Holm-corrected.
 
-    They are of paired t-tests by seed on the logarithms.
+    From t-tests of the logarithms, paired by seed.
     """
     names = list(found["runs"])
     by_seed = [dict(enumerate(of_seeds(found, name, "test"))) for name in names]
@@ -289,14 +291,14 @@ def against_first(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def shown_p(p: Mapping[str, float], name: str) -> str:
-    """A cell of a table; empty for what the others are compared with."""
+    """A p-value as a cell of a table; empty for the baseline."""
     if name not in p:
         return ""
     return f"{p[name]:.2g}" if p[name] >= 1e-4 else "< 0.0001"
 
 
 def not_flat(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A sentence for the verdict on curves that still fell when their epochs were over."""
+    """A sentence for the verdict on runs that had not converged at their last epoch."""
     late = {
         name: sum(not run["flat"] for run in made)
         for name, made in runs.items()
@@ -310,10 +312,10 @@ def not_flat(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def seconds_per_epoch(run: Mapping[str, Any]) -> float:
-    """Of training steps, over all epochs."""
+    """Mean time of the training steps of an epoch."""
     return float(run["seconds"][-1] / (len(run["seconds"]) - 1))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of perplexities."""
+    """The geometric mean, for perplexities."""
     return float(np.exp(np.mean(np.log(values))))

@@ -1,4 +1,4 @@
-"""A linear model under any loss of scores, fitted by L-BFGS, for the convex studies."""
+"""Linear models with any loss of scores, fitted by L-BFGS, for the convex studies."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,18 +28,18 @@ def fit_path(
     features: Tensor, n_classes: int, loss: Loss, penalties: Sequence[float], steps: int = 100,
     start: Tensor | None = None,
 ) -> Iterator[tuple[float, Linear]]:  # fmt: skip
-    """The minimum of ``loss(scores) + penalty / 2 · |W|²`` for each penalty, the largest first.
+    """Minimises ``loss(scores) + penalty / 2 · |W|²`` for each penalty, the largest first.
 
-    Each starts where the one before ended. Biases are not penalised. Products are in the dtype of
+    Each fit starts from the previous one. Biases are not penalised. Products are in the dtype of
     the features, L-BFGS is in float64.
 
     Args:
         features: ``(n, d)``.
         n_classes: number of scores.
-        loss: of scores ``(n, n_classes)``, differentiable.
-        penalties: to try.
-        steps: of L-BFGS, at most.
-        start: biases that the first one starts from, ``(n_classes,)``; 0 without them.
+        loss: differentiable loss of scores ``(n, n_classes)``.
+        penalties: penalties to try.
+        steps: largest number of L-BFGS iterations.
+        start: initial biases of the first fit, ``(n_classes,)``; 0 by default.
     """
     from scipy.optimize import minimize
 

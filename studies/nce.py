@@ -1,4 +1,4 @@
-"""Noise-contrastive estimation: perplexity and time against the number of noise words."""
+"""Noise-contrastive estimation: perplexity and time by number of noise words."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,11 +50,11 @@ PUBLISHED = {
     **{f"{NCE}, unigram, k = {k}": each for k, each in zip(KS, _UNIGRAM, strict=True)},
     **{f"{NCE}, uniform, k = {k}": each for k, each in zip(KS, _UNIFORM, strict=True)},
 }
-# Times as fast as maximum likelihood, and the k from which on NCE is as good.
+# Speed-up over maximum likelihood, and the k from which on NCE is as good.
 PUBLISHED_SPEEDUP, PUBLISHED_LEVEL = 14, 25
 READING = Reading(vocab_size=6_000, limit=160_000)
 SETTING = Setting(width=64, epochs=10, rates=(0.003, 0.01), held_out=10_000)
-# Perplexities within this share of each other count as equal.
+# Perplexities within this relative difference count as equal.
 EQUAL = 0.03
 
 
@@ -78,7 +78,7 @@ METHODS = (
 
 
 class OwnNoise(SampledHead):
-    """Draws noise words for each row by itself, as the paper; the library's heads share them."""
+    """Draws noise words separately for each row, as in the paper; other heads share them."""
 
     draws_for_each_row = True
     _n_rows = 0
@@ -116,7 +116,7 @@ HEADS: dict[str, type[NoiseContrastive] | type[NegativeSampling]] = {
 
 
 def make_head(method: Method, data: TextData, width: int) -> Head:
-    """Fresh; what it draws follows torch's seed."""
+    """A new head, whose draws depend on torch's seed."""
     if method.kind == FULL:
         return FullSoftmax(width, data.n_classes)
     unigram = method.noise == "unigram"
@@ -127,10 +127,10 @@ def make_head(method: Method, data: TextData, width: int) -> Head:
 
 @torch.no_grad()
 def normalisers(model: Model, feed: TextFeed, tokens: int) -> dict[str, float]:
-    """log Z of the scores of test rows: its mean and standard deviation.
+    """Mean and standard deviation of log Z over test rows.
 
-    Those of negative sampling are scores of p / kq, so log kq is added before Z is taken. ``raw``
-    is the perplexity of the softmax of scores to which nothing is added.
+    Scores of negative sampling estimate log(p / kq), so log kq is added to them first. ``raw`` is
+    the perplexity of the softmax of unmodified scores.
     """
     head: Any = model.head
     linear, added = head.to_linear(), None
@@ -148,7 +148,7 @@ def normalisers(model: Model, feed: TextFeed, tokens: int) -> dict[str, float]:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Every method, all seeds."""
+    """Trains every method with all seeds."""
     reading, setting, methods = READING, SETTING, METHODS
     if options.device.type == "cuda":
         reading, setting = Reading(), setting._replace(width=128, epochs=30)
@@ -183,7 +183,7 @@ def _to_best(run: Mapping[str, Any]) -> float:
 
 
 def grids(found: Mapping[str, Any]) -> list[Grid]:
-    """Perplexity and time; what scores are worth without normalising."""
+    """Perplexity and time; perplexity of unnormalised scores."""
     p, full = against_first(found), mean_test(found, FULL)
     rows, worth = [], []
     for name, runs in found["runs"].items():
@@ -210,13 +210,13 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
              rows),
         Grid("Scores as log-probabilities: log Z of test rows, 0 where they are normalised",
              ["output layer", "perplexity, normalised", "mean log Z", "deviation of log Z",
-              "unnormalised", "perplexity, softmax of bare scores"],
+              "unnormalised", "perplexity, softmax of raw scores"],
              worth),
     ]  # fmt: skip
 
 
 def _series(found: Mapping[str, Any], kind: str, noise: str) -> dict[int, str]:
-    """Names by k."""
+    """Names of methods by k."""
     made = {each.k: str(each) for each in METHODS if (each.kind, each.noise) == (kind, noise)}
     return {k: name for k, name in made.items() if name in found["runs"]}
 
@@ -226,7 +226,7 @@ def _listed(values: Sequence[float], digits: int = 1) -> str:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """More noise words are better, unigram noise too, and some k is as good as the softmax."""
+    """More noise is better, unigram is better than uniform, some k is as good as softmax."""
     full, p = mean_test(found, FULL), against_first(found)
     by_noise = {noise: _series(found, NCE, noise) for noise in NOISES}
     tests = {
@@ -279,9 +279,9 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         )
     parts.append(
         f"At k = {last} an epoch takes 1/{speed:.1f} of the time of the full softmax, and the best "
-        f"model is there {sooner:.1f} times as soon (paper: about {PUBLISHED_SPEEDUP} times). "
+        f"model is reached {sooner:.1f} times as fast (paper: about {PUBLISHED_SPEEDUP} times). "
         f"A likely reason: the scores of {found['words']:,} words are one matrix product for all "
-        "rows here, and noise words of each row have to be gathered."
+        "rows here, while the noise words of each row have to be gathered."
     )
     for k, name in _series(found, SHARED, "unigram").items():
         text = (
@@ -290,30 +290,30 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         )
         if k in unigram:
             own, took = mean_test(found, unigram[k]), _epoch(found, unigram[k])
-            text += f" ({own:.1f} and {took:.1f} s with own ones)"
+            text += f" ({own:.1f} and {took:.1f} s with separate ones)"
         parts.append(f"{text}.")
     for kind in (NEGATIVE, UNBIASED):
         for k, name in _series(found, kind, "unigram").items():
             parts.append(
                 f"{kind.capitalize()}, k = {k}, has {mean_test(found, name):.1f} with log q added "
                 "to its scores, as its log_prob does, and "
-                f"{geometric_mean(of_seeds(found, name, 'raw')):,.0f} with the softmax of bare "
+                f"{geometric_mean(of_seeds(found, name, 'raw')):,.0f} with the softmax of raw "
                 "scores."
             )
     same = [names.get(NEGATIVE_K) for names in (unigram, _series(found, NEGATIVE, "unigram"))]
     both = [mean_test(found, name) for name in same if name]
     if len(both) == 2 and abs(both[0] / both[1] - 1) < 0.01:
         parts.append(
-            "With biases it is NCE in other terms: log kq is a constant that the biases take up, "
-            "and the two losses have the same gradients."
+            "With biases it is equivalent to NCE: the biases absorb the constant log kq, and the "
+            "two losses have the same gradients."
         )
     of_last = mean(of_seeds(found, unigram[last], "log_z"))
     parts.append(
         f"Normalisers learn to be near 1: at k = {last} log Z is {of_last:+.2f} on average with a "
         f"deviation of {mean(of_seeds(found, unigram[last], 'log_z_std')):.2f} between rows, "
-        f"against {mean(of_seeds(found, FULL, 'log_z')):+.2f} and "
-        f"{mean(of_seeds(found, FULL, 'log_z_std')):.2f} of the full softmax, which nothing holds "
-        "there."
+        f"compared with {mean(of_seeds(found, FULL, 'log_z')):+.2f} and "
+        f"{mean(of_seeds(found, FULL, 'log_z_std')):.2f} for the full softmax, whose loss does not "
+        "constrain log Z."
     )
     epochs = [int(np.argmin(run["valid"])) for runs in found["runs"].values() for run in runs]
     parts.append(
@@ -326,7 +326,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """Perplexity over that of the full softmax against k, the paper's too; and against time."""
+    """Ratio of perplexity to full softmax by k, with the paper's; perplexity by time."""
     from matplotlib.ticker import NullFormatter
 
     left, right = figure.subplots(1, 2)
@@ -371,7 +371,7 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
 
 
 STUDY = Study(
-    title="noise-contrastive estimation against the number of noise words",
+    title="noise-contrastive estimation by number of noise words",
     claim=(
         "Mnih and Teh (ICML 2012, arXiv:1206.6426): on Penn Treebank NCE is as good as maximum "
         "likelihood from 25 noise words on if they are drawn by frequency, worse with uniform "
@@ -382,16 +382,15 @@ STUDY = Study(
         "The beginning of WikiText-2 (words that are not among the most frequent are unknown), a "
         "log-bilinear model with a context of eight words, width 64, Adam; the rate (0.003 or "
         "0.01) is chosen per output layer by validation after one epoch, and cut to a quarter once "
-        "before training ends; the best epoch counts. Each row, a word to predict, has k noise "
-        "words of its own, as in the paper; the library's heads share theirs between the 1,024 "
-        "rows of a step, and are "
-        "there as shared noise. log Z is fixed at 0 in training; all perplexities are exact "
-        "and normalised. All biases start at log frequencies; how the paper's did is not known "
-        "here. “Unnormalised” is the perplexity if scores, for negative sampling with "
-        "log kq added, are taken for log-probabilities. P-values are of paired t-tests by seed "
-        "on log perplexity with Holm's correction. Time is CPU time of training steps alone, on "
-        "one thread. That the verdict asks for equality at the paper's k = 25 was settled after "
-        "the results were seen; a first version took any k."
+        "before training ends; the best epoch is used. Each row, a predicted word, has k separate "
+        "noise words, as in the paper; the library's heads share noise words between the 1,024 "
+        "rows of a step, which is called shared noise here. log Z is fixed at 0 in training; all "
+        "perplexities are exact and normalised. All biases are initialised to log frequencies; the "
+        "paper's initialisation is not known to us. “Unnormalised” is the perplexity if scores, "
+        "for negative sampling with log kq added, are used as log-probabilities. P-values are from "
+        "paired t-tests by seed on log perplexity with Holm's correction. Time is CPU time of "
+        "training steps only, on one thread. The rule that the verdict requires equality at the "
+        "paper's k = 25 was chosen after the results were seen; a first version accepted any k."
     ),
     measure=measure,
     grids=grids,

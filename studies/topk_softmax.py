@@ -1,4 +1,4 @@
-"""Top-k softmax on a classification task: accuracy and support against k."""
+"""Top-k softmax on a classification task: accuracy and support by k."""
 
 import gzip
 import re
@@ -30,13 +30,13 @@ _WORD = re.compile(r"[a-z0-9']+")
 
 
 class Titles(NamedTuple):
-    """Word ids of each title, and its first tag."""
+    """The word ids and the first tag of each title."""
 
     words: list[Tensor]
     tag: Tensor
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat words, their offsets, and the tags."""
+        """Concatenated word ids, their offsets, and the tags."""
         chosen = [self.words[i] for i in rows.tolist()]
         lengths = torch.tensor([0, *map(len, chosen[:-1])])
         return torch.cat(chosen), lengths.cumsum(0), self.tag[rows]
@@ -45,8 +45,8 @@ class Titles(NamedTuple):
 def read(path: Path) -> tuple[dict[str, Titles], int, Tensor]:
     """Training, validation and test titles, the number of words, and counts of the tags.
 
-    Tags and words are those of the training part; a title of another part whose first tag is not
-    among them counts as wrong.
+    Tags and words are those of the training part. A validation or test title with an unknown first
+    tag always counts as wrong.
     """
     lines = gzip.decompress(path.read_bytes()).decode("utf-8").splitlines()
     parsed = [
@@ -80,7 +80,7 @@ def train(
     parts: Mapping[str, Titles], n_words: int, counts: Tensor, name: str, rate: float, seed: int,
     epochs: int, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
-    """A mean of word vectors under a head; what the epoch gives that is best on validation."""
+    """Trains a mean of word vectors with a head; results of the best epoch on validation."""
     torch.manual_seed(seed)
     embed = nn.EmbeddingBag(n_words, WIDTH, mode="mean").to(device)
     head = make_head(name, len(counts))
@@ -109,7 +109,7 @@ def train(
 def evaluate(
     embed: nn.EmbeddingBag, head: Head, titles: Titles, device: torch.device, most: int = TEST
 ) -> dict[str, float]:
-    """Accuracy, classes that keep a probability, and how often the right one does."""
+    """Accuracy, size of the support, and how often the support contains the right class."""
     head.eval()
     words, offsets, tag = (x.to(device) for x in titles.batch(torch.arange(len(titles.tag))[:most]))
     log_prob = head.log_prob(embed(words, offsets))
@@ -123,7 +123,7 @@ def evaluate(
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """The learning rate that is best on validation with the first seed, then all seeds."""
+    """Chooses the learning rate on validation with the first seed, then trains all seeds."""
     parts, n_words, counts = read(options.path(COOKING))
     names = (NAMES[0], NAMES[3], NAMES[-1]) if options.quick else NAMES
     rates, epochs = (RATES[1:2], 2) if options.quick else (RATES, EPOCHS)
@@ -145,7 +145,7 @@ def _values(found: Mapping[str, Any], name: str, key: str) -> list[float]:
 
 
 def _against_softmax(found: Mapping[str, Any]) -> dict[str, float]:
-    """P-values of a difference in test accuracy to softmax, after Holm's correction."""
+    """P-values of differences in test accuracy to softmax, Holm-corrected."""
     names = list(found["runs"])
     by_seed = [dict(enumerate(_values(found, name, "accuracy"))) for name in names]
     pairs = p_values(by_seed, log=False)
@@ -165,13 +165,13 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
         for name in found["runs"]
     ]  # fmt: skip
     headings = ["output layer", "test accuracy", "p against softmax", "training accuracy",
-                "classes kept", "right class kept", "learning rate"]  # fmt: skip
+                "support size", "right class in support", "learning rate"]  # fmt: skip
     title = f"First tag of {found['classes']} for 3,000 questions, percent"
     return [Grid(title, headings, rows)]
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Whether a top-k softmax is better than softmax, and from which k on it is as good."""
+    """Whether a top-k softmax is better than softmax, or not significantly different."""
     p = _against_softmax(found)
     accuracy = {name: mean(_values(found, name, "accuracy")) for name in found["runs"]}
     top = [name for name in found["runs"] if name.startswith("top-")]
@@ -179,7 +179,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     worse = [n for n in top if p[n] < LEVEL and accuracy[n] < accuracy[SOFTMAX]]
     level = [n for n in top if n not in (*better, *worse)]
     sparse = ", ".join(
-        f"{n} {accuracy[n]:.1%} with {mean(_values(found, n, 'support')):.1f} classes"
+        f"{n} {accuracy[n]:.1%} with {mean(_values(found, n, 'support')):.1f} classes kept"
         for n in found["runs"]
         if n not in (*top, SOFTMAX)
     )
@@ -187,7 +187,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         f"Softmax has {accuracy[SOFTMAX]:.1%}. Significantly better: "
         f"{', '.join(better) or 'none'}; not significantly different: "
         f"{', '.join(level) or 'none'}; significantly worse: "
-        f"{', '.join(worse) or 'none'}. {sparse} kept. "
+        f"{', '.join(worse) or 'none'}. {sparse}. "
     )
     curves = [run["valid"] for runs in found["runs"].values() for run in runs]
     late = sum(curve.index(max(curve)) >= len(curve) - 2 for curve in curves)
@@ -205,7 +205,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """Accuracy against the number of classes kept, and the share of right classes among these."""
+    """Accuracy, and how often the support contains the right class, by size of the support."""
     panels = figure.subplots(1, 2)
     top = [name for name in found["runs"] if name.startswith("top-")]
     for panel, key, title in zip(
@@ -223,24 +223,25 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
                        label=name if name in colours else None)  # fmt: skip
         panel.axhline(100 * mean(_values(found, SOFTMAX, key)), color=OTHER_COLOURS[3], lw=0.8)
         panel.set_xscale("log")
-        panel.set_xlabel("classes that keep a probability")
+        panel.set_xlabel("size of the support")
         panel.set_ylabel(title)
     panels[0].legend()
 
 
 STUDY = Study(
-    title="accuracy and support of top-k softmax against k",
+    title="accuracy and support of top-k softmax by k",
     claim=(
-        "Softmax over the k best classes alone (k = 10) is better than softmax in fine-tuning for "
+        "Softmax over only the k best classes (k = 10) is better than softmax in fine-tuning for "
         "classification; k = n is softmax (Su Jianlin, spaces.ac.cn/archives/8046; recalled, no "
         "figures taken; he advises against it for training from scratch)."
     ),
     protocol=(
         "Questions of cooking.stackexchange, their first tag; the mean of word vectors (size 64) "
-        "under each output layer, biases started at the tag frequencies, Adam, 24 epochs of which "
-        "the best by validation accuracy counts, the learning rate of three chosen per output "
-        "layer. P-values are of paired t-tests by seed with Holm's correction. A first run of 15 "
-        "epochs with 5 seeds was not flat for softmax; this one replaced it, and says the same."
+        "with each output layer, biases initialised to the tag frequencies, Adam, 24 epochs of "
+        "which the best by validation accuracy is used, the best of three learning rates per "
+        "output layer. P-values are from paired t-tests by seed with Holm's correction. In a first "
+        "run of 15 epochs with 5 seeds softmax had not converged; this run replaced it, with the "
+        "same result."
     ),
     measure=measure,
     grids=grids,

@@ -1,4 +1,4 @@
-"""Language models under trees of several kinds: perplexity and time beside a flat softmax."""
+"""Language models with several kinds of trees: perplexity and time, compared with flat softmax."""
 
 import gzip
 import time
@@ -47,7 +47,7 @@ OVERLAP = 0.4
 FLAT, RANDOM, WORDNET_TREE = "flat softmax", "random", "WordNet"
 LEARNED, HALVES = "learned", "learned, in halves"
 OVERLAPPING, TWO_TREES = f"learned, overlap {OVERLAP}", f"two learned, overlap {OVERLAP}"
-# Perplexity on APNews and minutes per epoch, of Mnih and Hinton, recalled.
+# Perplexity on APNews and minutes per epoch by Mnih and Hinton, recalled.
 PUBLISHED = {
     RANDOM: (151.2, 4), HALVES: (131.3, 4), LEARNED: (127.0, 4), OVERLAPPING: (123.3, 7),
     TWO_TREES: (115.7, 16), FLAT: (117.0, 6420),
@@ -55,17 +55,17 @@ PUBLISHED = {
 
 
 class Synsets:
-    """A :class:`lastlayer.trees.WordNetReader` on a table of synsets.
+    """A :class:`lastlayer.trees.WordNetReader` for a table of synsets.
 
-    The table does not say how frequent a sense is. Of the senses of a word the one is taken in
-    whose synset the word is named first, and of these the one with the most hyponyms.
+    The table has no sense frequencies. The sense of a word is the synset that lists the word
+    earliest; ties go to the synset with the most hyponyms.
 
     Args:
         path: lines of synset id, lexicographer file, words, hypernym ids and gloss.
     """
 
     _PARTS: Mapping[str, str] = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}
-    # Base forms by other endings; there is no list of irregular ones.
+    # Base forms by replacing endings; irregular forms are not listed.
     _ENDINGS = (
         ("ies", "y"), ("es", "e"), ("es", ""), ("s", ""), ("ied", "y"), ("ed", "e"), ("ed", ""),
         ("ing", "e"), ("ing", ""), ("er", "e"), ("er", ""), ("est", ""),
@@ -94,7 +94,7 @@ class Synsets:
         }
 
     def sense(self, word: str) -> str | None:
-        """Of the word as it is, or else of one of its base forms."""
+        """The sense of the word itself, or else of one of its base forms."""
         form = word.lower().replace(" ", "_")
         found = self._sense.get(form) or min(
             (self._sense[base] for base in self._base_forms(form) if base in self._sense),
@@ -122,7 +122,7 @@ class Synsets:
 
 
 class Known(NamedTuple):
-    """What a tree may be built from: the corpus, WordNet, the seed, and vectors of the words."""
+    """The inputs of tree builders: the corpus, WordNet, the seed, and word vectors."""
 
     data: TextData
     synsets: Synsets
@@ -141,7 +141,7 @@ def _learned(known: Known, copy: int = 0, **how: Any) -> Tree:
 
 
 def two_trees(known: Known) -> Tree:
-    """Two overlapping trees below one root; a class has the paths of both."""
+    """Two overlapping trees with a common root; each class has its paths in both."""
     both = [_learned(known, copy, kind="adaptive", overlap=OVERLAP) for copy in range(2)]
     return from_codes([
         [[side, *code] for side, tree in enumerate(both) for code in tree.codes(c)]
@@ -149,7 +149,7 @@ def two_trees(known: Known) -> Tree:
     ])  # fmt: skip
 
 
-# Classes are numbered by falling frequency.
+# Class ids are in order of decreasing frequency.
 TREES: dict[str, Callable[[Known], Tree]] = {
     RANDOM: _random,
     "balanced, by frequency": lambda known: balanced(known.data.n_classes),
@@ -166,7 +166,7 @@ TREES: dict[str, Callable[[Known], Tree]] = {
 
 @torch.no_grad()
 def mean_states(model: Model, feed: TextFeed) -> Tensor:
-    """For each word the mean of the hidden states that it follows in the training part."""
+    """For each word, the mean of the hidden states that precede it in the training part."""
     n, width = model.head.n_classes, model.head.in_features
     device = next(model.head.parameters()).device
     sums, counts = torch.zeros(n, width, device=device), torch.zeros(n, 1, device=device)
@@ -179,7 +179,7 @@ def mean_states(model: Model, feed: TextFeed) -> Tensor:
 
 
 def described(tree: Tree, data: TextData) -> dict[str, float]:
-    """Choices for a word, over all of its paths, and paths, both by how often words occur."""
+    """Number of choices over all paths of a word, and of paths, weighted by frequency."""
     share = data.counts / data.counts.sum()
     paths = np.diff(tree.class_start)
     lengths = np.add.reduceat(np.diff(tree.path_start), tree.class_start[:-1])
@@ -189,11 +189,11 @@ def described(tree: Tree, data: TextData) -> dict[str, float]:
 def measure_corpus(
     data: TextData, synsets: Synsets, setting: Setting, options: Options
 ) -> dict[str, Any]:
-    """All trees and the flat softmax, with all seeds; learned trees come from the random ones."""
+    """Trains all trees and flat softmax with all seeds; learned trees use models of random ones."""
     runs: dict[str, list[dict[str, Any]]] = {}
     vectors: dict[int, Tensor] = {}
     feed = feed_of(data, setting, options.device)
-    # Compiled, so that the time of clustering is its own.
+    # Compile first, so that the time of clustering excludes compilation.
     cluster(torch.randn(64, setting.width), kind="adaptive", overlap=OVERLAP, progress=False)
     for name in (*TREES, FLAT):
         rate, runs[name] = None, []
@@ -226,7 +226,7 @@ def measure_corpus(
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Both corpora; the whole of them on a GPU."""
+    """Runs both corpora, all of them on a GPU."""
     reading, setting = Reading(vocab_size=WORDS, limit=TOKENS), Setting(
         rates=(0.003, 0.01), held_out=10_000
     )  # fmt: skip
@@ -255,7 +255,7 @@ def _seconds(corpus: Mapping[str, Any], name: str) -> list[float]:
 
 
 def _p_values(corpus: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """Of a difference in perplexity between two, after Holm's correction over all pairs."""
+    """P-values of differences in perplexity between all pairs, Holm-corrected."""
     names = list(corpus["runs"])
     pairs = p_values([dict(enumerate(_values(corpus, name))) for name in names], log=True)
     found: dict[tuple[str, str], float] = {}
@@ -265,7 +265,7 @@ def _p_values(corpus: Mapping[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def grids(found: Mapping[str, Any]) -> list[Grid]:
-    """One table per corpus, the published figures of another one beside it."""
+    """One table per corpus, with the published figures for APNews."""
     made = []
     for title, corpus in found["corpora"].items():
         p, flat = _p_values(corpus), mean(_seconds(corpus, FLAT))
@@ -293,7 +293,7 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
 
 
 class Claim(NamedTuple):
-    """That one is better than another, or at least not worse."""
+    """The claim that one is better than another, or at least not worse."""
 
     better: str
     worse: str
@@ -315,7 +315,7 @@ def _judged(corpus: Mapping[str, Any], claim: Claim) -> tuple[bool, bool]:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """How many of the published comparisons come out the same way, and what a tree saves."""
+    """How many of the published comparisons are reproduced, and the speed-up of trees."""
     told, right, reversed_, total = list[str](), 0, 0, 0
     shown: set[Claim] = {claim for claim in CLAIMS if claim.or_alike}
     for title, corpus in found["corpora"].items():
@@ -328,7 +328,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
             shown |= {claim} if holds and sure else set()
         flat = mean(_seconds(corpus, FLAT))
         faster = {name: flat / mean(_seconds(corpus, name)) for name in corpus["runs"]}
-        text = f"On {title} perplexities are as published for {'; '.join(same) or 'no pair'}"
+        text = f"On {title} perplexities agree with the paper for {'; '.join(same) or 'no pair'}"
         text += f"; not for {'; '.join(other)}" if other else ""
         text += (
             f". An epoch is {faster[LEARNED]:.0f} times faster with a learned tree than with the "
@@ -338,7 +338,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         first = [run["seconds"][-1] + run["vectors"] for run in corpus["runs"][RANDOM]]
         text += (
             f"after {mean(first):.0f} s for the model with the random tree that they are learned "
-            f"from. WordNet knows {corpus['in_wordnet']['words']:.0%} of the words and "
+            f"from. WordNet contains {corpus['in_wordnet']['words']:.0%} of the words and "
             f"{corpus['in_wordnet']['occurrences']:.0%} of their occurrences; the others have "
             f"Huffman's tree. {not_flat(corpus['runs'])}"
         )
@@ -389,22 +389,22 @@ STUDY = Study(
     protocol=(
         f"The log-bilinear model of the lab (8 words, width 64) on the first {TOKENS:,} training "
         f"tokens of each corpus with the {WORDS:,} most frequent words (on a GPU: all), 10,000 "
-        "held-out tokens each for validation and test. Each run starts its biases at the "
-        "frequencies, has its rate chosen from 0.003 and 0.01 (none above was tried) with the "
-        "first seed after one epoch, cuts it to a quarter when validation does not improve and "
-        "ends when it does not improve again; the best epoch counts. Learned trees "
-        "cluster, for each seed, the mean "
-        "hidden state that the model with the random tree has before each word. “In halves” is "
+        "held-out tokens each for validation and test. Biases are initialised to the frequencies. "
+        "The learning rate is 0.003 or 0.01 (no higher one was tried), chosen with the first seed "
+        "after one epoch; it is cut to a quarter when validation stops improving, and the run ends "
+        "when it stops improving again. The best epoch is used. Learned trees cluster, for each "
+        "seed, the mean hidden state before each word in the model with the random tree. “In "
+        "halves” is "
         "the BALANCED of the paper, “learned” its ADAPTIVE. “Balanced, by frequency” is no "
-        "tree of the paper: neighbours are words of similar frequency. Nor is Huffman's. The "
-        "WordNet table has neither sense frequencies nor irregular forms nor clusters of "
-        "adjectives: a word has the sense whose synset names it first, then that with the most "
-        "hyponyms, and nodes with many children have Huffman's tree over them; Morin and Bengio "
-        "clustered them (recalled). Time is CPU time of the training steps alone, one thread, "
-        "gradients row-sparse for trees and dense for the flat softmax. P-values are of paired "
-        "t-tests of log-perplexities by seed with Holm's correction over all pairs. Settings "
-        "were chosen on validation after one epoch on Brown; both parts were then made smaller "
-        "to fit the time, before any full run."
+        "tree of the paper: neighbours are words of similar frequency. Neither is Huffman's. The "
+        "WordNet table has no sense frequencies, irregular forms or adjective clusters: a word has "
+        "the sense whose synset lists it earliest, then the one with the most hyponyms, and nodes "
+        "with many children are split by a Huffman tree; Morin and Bengio clustered them "
+        "(recalled). Time is CPU time of the training steps only, on one thread, with row-sparse "
+        "gradients for trees and dense ones for flat softmax. P-values are from paired t-tests of "
+        "log-perplexities by seed with Holm's correction over all pairs. Settings were chosen on "
+        "validation after one epoch on Brown; both corpora were then truncated to fit the "
+        "available time, before any full run."
     ),
     measure=measure,
     grids=grids,

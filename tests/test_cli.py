@@ -109,7 +109,7 @@ def test_doctor_ends_with_a_conclusion(monkeypatch):
     assert _doctor.conclusion(lacking).endswith("pip it")
     assert "pip install -e ." in _doctor.conclusion({**fine, "versions": {}})
     apple = {**fine, "devices": [{"type": "cpu"}, {"type": "mps"}]}
-    assert _doctor.conclusion(apple).endswith("mps: plain torch code, which was never tried there.")
+    assert _doctor.conclusion(apple).endswith("mps: plain torch code, untested there.")
 
 
 def test_on_rocm_the_kernels_for_cuda_are_not_taken(monkeypatch):

@@ -262,7 +262,7 @@ class TestLosses:
             loss(SCORES, IDS, class_weight=torch.ones(3, dtype=torch.int64))
         with raises(TypeError, "class_weight: expected a floating tensor", "got list"):
             loss(SCORES, IDS, class_weight=[1.0, 1.0, 1.0])
-        with raises(ValueError, "class_weight: expected a tensor that needs no gradient"):
+        with raises(ValueError, "class_weight: expected requires_grad=False"):
             loss(SCORES, IDS, class_weight=torch.ones(3, requires_grad=True))
 
 

@@ -1,7 +1,8 @@
-"""Checks of what a user passes. Each error names the argument, what was expected and what came.
+"""Argument checks. Each error names the argument, what was expected and what was given.
 
-One policy for all packages: integers are whatever ``operator.index`` takes (numpy's too, bools
-not), reals are whatever ``numbers.Real`` covers (bools not), class ids may have any integer dtype.
+All packages follow the same rules: an integer is anything that ``operator.index`` accepts, numpy
+integers included but not bools; a real number is any ``numbers.Real`` except bools; class ids may
+have any integer dtype.
 """
 
 import math
@@ -24,7 +25,7 @@ from lastlayer._torch import (
 )
 
 REDUCTIONS = ("mean", "sum", "none")
-# What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
+# The dtypes of the kernels. float8 is a floating dtype too, but torch has few operations for it.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NUMBER_OR_TENSOR = "a number or a floating tensor"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -33,7 +34,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def check_int(
     name: str, value: Any, *, least: int | None = 1, most: int | None = None, note: str = ""
 ) -> int:
-    """``value`` as an int from ``least`` to ``most``; ``note`` says more about the bound."""
+    """``value`` as an int from ``least`` to ``most``; ``note`` explains the bound in the error."""
     if isinstance(value, (bool, np.bool_, Tensor)):
         got = "Tensor" if isinstance(value, Tensor) else "bool"
         raise TypeError(f"{name}: expected an int, got {got}")
@@ -55,8 +56,8 @@ def check_real(
     fits: Callable[[float], bool] | None = None,
     kind: str = "a number",
 ) -> float:
-    """``value`` as a float for which ``fits`` holds, finite if that is None; ``kind`` is a type."""
-    # Floats first: to ask whether something is a Real is slow.
+    """``value`` as a float that satisfies ``fits``, or is finite; ``kind`` is the expected type."""
+    # Floats first: isinstance with Real is slow.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name}: expected {kind}, got {type(value).__name__}")
     number = float(value)
@@ -66,61 +67,61 @@ def check_real(
 
 
 def check_positive(name: str, value: Any, kind: str = "a number") -> float:
-    """A finite number above 0."""
+    """``value`` as a finite float above 0."""
     if type(value) is float and 0.0 < value < math.inf:
         return value
     return check_real(name, value, "a finite number above 0", lambda x: 0.0 < x < math.inf, kind)
 
 
 def check_not_negative(name: str, value: Any) -> float:
-    """A finite number of at least 0."""
+    """``value`` as a finite float of at least 0."""
     if type(value) is float and 0.0 <= value < math.inf:
         return value
     return check_real(name, value, "a finite number of at least 0", lambda x: 0.0 <= x < math.inf)
 
 
 def check_share(name: str, value: Any) -> float:
-    """A number from 0 to 1."""
+    """``value`` as a float from 0 to 1."""
     if type(value) is float and 0.0 <= value <= 1.0:
         return value
     return check_real(name, value, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """One of a few words."""
+    """Checks that ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
 
 
 def check_reduction(reduction: Any) -> None:
-    """One of the three ways to reduce."""
+    """Checks that ``reduction`` is one of :data:`REDUCTIONS`."""
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         check_choice("reduction", reduction, REDUCTIONS)
 
 
 def check_ignore_index(ignore_index: Any) -> int | None:
-    """An int, or None."""
+    """``ignore_index`` as an int or None."""
     if ignore_index is None or type(ignore_index) is int:
         return ignore_index
     try:
         return check_int("ignore_index", ignore_index, least=None)
     except TypeError:
         raise TypeError(
-            "ignore_index: expected an int, or None where every target counts, got "
+            "ignore_index: expected an int, or None to ignore no target, got "
             f"{type(ignore_index).__name__}"
         ) from None
 
 
 def check_seed(seed: Any) -> int:
-    """An integer of 64 bits."""
+    """``seed`` as a 64-bit int."""
     number = check_int("seed", seed, least=None)
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"seed: expected an integer of 64 bits, got {number}")
+        raise ValueError(f"seed: expected a 64-bit integer, got {number}")
     return number
 
 
 def check_chunk(chunk: Any, name: str = "chunk_rows") -> int | str:
-    """A whole number of at least 1, "auto" or "low"."""
+    """``chunk`` as an int of at least 1, or "auto" or "low"."""
     if isinstance(chunk, str) and chunk in ("auto", "low"):
         return chunk
     try:
@@ -132,20 +133,20 @@ def check_chunk(chunk: Any, name: str = "chunk_rows") -> int | str:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """A tensor."""
+    """Checks that ``value`` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
 def check_floating(name: str, value: Any, expected: str) -> None:
-    """A tensor of a floating dtype."""
+    """Checks that ``value`` is a tensor of a floating dtype; ``expected`` is for the error."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: expected {expected}, got {got}")
 
 
 def check_scores(scores: Any, *, name: str = "scores", at_least_1d: bool = True) -> None:
-    """A tensor of one of the dtypes, with at least one dimension."""
+    """Checks that ``scores`` is a tensor of one of :data:`DTYPES`, with at least one dimension."""
     if not isinstance(scores, Tensor):
         check_tensor(name, scores)
     if scores.dtype not in DTYPES:
@@ -161,7 +162,7 @@ def check_scores(scores: Any, *, name: str = "scores", at_least_1d: bool = True)
 
 
 def check_device(name: str, tensor: Tensor, like: Tensor, of: str = "hidden") -> None:
-    """On the device of another argument."""
+    """Checks that ``tensor`` is on the device of ``like``, the argument called ``of``."""
     if tensor.device != like.device:
         raise ValueError(
             f"{name}: expected the device of {of}, {like.device}, got {tensor.device}; move one of "
@@ -170,7 +171,7 @@ def check_device(name: str, tensor: Tensor, like: Tensor, of: str = "hidden") ->
 
 
 def check_dtype(name: str, tensor: Tensor, like: Tensor, of: str = "hidden") -> None:
-    """In the dtype of another argument, unless autocast makes them agree."""
+    """Checks that ``tensor`` has the dtype of ``like``, unless autocast converts both."""
     if tensor.dtype != like.dtype and autocast_dtype(like) is None:
         raise TypeError(
             f"{name}: expected the dtype of {of}, {like.dtype}, got {tensor.dtype}; convert one of "
@@ -179,7 +180,7 @@ def check_dtype(name: str, tensor: Tensor, like: Tensor, of: str = "hidden") -> 
 
 
 def check_dim(dim: Any, scores: Tensor) -> int:
-    """``dim`` counted from the front."""
+    """``dim`` as a non-negative int."""
     number, rank = check_int("dim", dim, least=None), scores.dim()
     if not -rank <= number < rank:
         raise ValueError(
@@ -190,13 +191,13 @@ def check_dim(dim: Any, scores: Tensor) -> int:
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether a shape broadcasts to another."""
+    """Whether ``shape`` broadcasts to the shape ``to``."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def check_mask(mask: Any, scores: Tensor) -> None:
-    """A bool tensor that broadcasts to the shape of the scores."""
+    """Checks that ``mask`` is a bool tensor that broadcasts to the shape of the scores."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: expected a bool tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
@@ -212,12 +213,12 @@ def check_mask(mask: Any, scores: Tensor) -> None:
 
 
 def check_k(k: Any) -> int:
-    """A whole number of at least 1."""
+    """``k`` as an int of at least 1."""
     return check_int("k", k, note="a k of n or more is the full softmax")
 
 
 def check_alpha(alpha: Any) -> None:
-    """A number, or a floating tensor, of at least 1."""
+    """Checks that ``alpha`` is a number or a floating tensor, of at least 1."""
     expected, kind = "at least 1 (1 is softmax, 1.5 and 2 are sparse)", NUMBER_OR_TENSOR
     if not isinstance(alpha, Tensor):
         check_real("alpha", alpha, expected, lambda x: 1.0 <= x < math.inf, kind)
@@ -235,7 +236,7 @@ def check_alpha(alpha: Any) -> None:
 
 
 def check_alpha_number(alpha: Any) -> float:
-    """A number of at least 1, for what cannot learn alpha."""
+    """``alpha`` as a float of at least 1, for functions that cannot learn it."""
     if isinstance(alpha, Tensor):
         raise TypeError(
             "alpha: expected a number, got a torch.Tensor; a learned alpha works with "
@@ -246,7 +247,7 @@ def check_alpha_number(alpha: Any) -> float:
 
 
 def check_alpha_shape(alpha: Tensor, scores: Tensor, dim: int) -> None:
-    """One alpha per row: broadcasts to the scores with size 1 at ``dim``."""
+    """Checks that ``alpha`` broadcasts to the scores with size 1 at ``dim``: one alpha per row."""
     rows = list(scores.shape)
     rows[dim] = 1
     if not broadcasts(alpha.shape, rows):
@@ -259,7 +260,7 @@ def check_alpha_shape(alpha: Tensor, scores: Tensor, dim: int) -> None:
 def check_class_weight(
     class_weight: Any, n_classes: int, like: Tensor | None = None, of: str = "hidden"
 ) -> None:
-    """One floating weight per class, on the device of ``like``, that needs no gradient there."""
+    """Checks for one floating weight per class, on the device of ``like``, without a gradient."""
     check_floating("class_weight", class_weight, "a floating tensor with one weight per class")
     if class_weight.shape != (n_classes,):
         raise ValueError(
@@ -271,8 +272,8 @@ def check_class_weight(
     check_device("class_weight", class_weight, like, of)
     if class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "class_weight: expected a tensor that needs no gradient, since none flows to it, got "
-            "one with requires_grad=True; give class_weight.detach()"
+            "class_weight: expected requires_grad=False, since its gradient is not computed, got "
+            "True; pass class_weight.detach()"
         )
 
 
@@ -286,13 +287,13 @@ def check_ids(
     like: Tensor | None = None,
     of: str = "hidden",
 ) -> Tensor:
-    """Class ids as int64, checked: their dtype, shape, device and, where possible, their values.
+    """Class ids as int64, with dtype, shape, device and, where possible, values checked.
 
-    Use what is returned: in compiled code on a CPU, where kernels trust their ids and a wrong one
-    would be read or written out of bounds, the values are checked when that code runs.
+    Always use the returned tensor: in compiled code on a CPU it carries a check of the values that
+    runs with that code. Kernels trust their ids, and a wrong one would be an access out of bounds.
 
-    Ids may have any integer dtype; ``shape`` None is any; ``ignore_index`` is allowed as well;
-    ``like`` is the argument, called ``of``, whose device is expected.
+    Ids may have any integer dtype. ``shape`` None allows any shape. ``ignore_index`` is allowed as
+    a value. ``like`` is the argument, called ``of``, whose device is expected.
     """
     return _checked_ids(name, ids, shape, n_classes, ignore_index, like, of)[0]
 
@@ -300,9 +301,9 @@ def check_ids(
 def check_target_ids(
     target: Any, like: Tensor, n_classes: int, ignore_index: int | None, of: str = "hidden"
 ) -> tuple[Tensor, int | None]:
-    """:func:`check_ids` of one target per row of ``like``; and the id that is ignored.
+    """:func:`check_ids` for one target per row of ``like``; also returns the ignored id.
 
-    That is None where the values were looked at and every target counts: nobody looks again.
+    This is None if the values were checked and no target is ignored, to save another check.
     """
     ids, known = _checked_ids("target", target, like.shape[:-1], n_classes, ignore_index, like, of)
     if known and ignore_index is not None and not 0 <= ignore_index < n_classes:
@@ -319,7 +320,7 @@ def _checked_ids(
     like: Tensor | None,
     of: str,
 ) -> tuple[Tensor, bool]:
-    """The ids as int64, and whether all of them are known to be classes."""
+    """The ids as int64, and whether all of them are known to be classes, none ignored."""
     if not isinstance(ids, Tensor):
         check_tensor(name, ids)
     if ids.dtype not in _INTEGERS:
@@ -345,13 +346,13 @@ def _checked_ids(
 
 
 def check_id_values(name: str, ids: Tensor, n_classes: int, ignore_index: int | None) -> bool:
-    """Ids from 0 to ``n_classes`` - 1, or the ignored one; whether none is the latter.
+    """Checks for ids from 0 to ``n_classes`` - 1 or ``ignore_index``; whether none is ignored.
 
     Waits for the device.
     """
     if not ids.numel():
         return True
-    # In numpy: a reduction costs the host a fifth of torch's. As uint64 negative ids are large.
+    # A numpy reduction takes a fifth of the time of torch's. As uint64, negative ids are large.
     values = as_numpy(ids) if ids.is_cpu else as_numpy(ids.cpu())
     if np.maximum.reduce(values.view(np.uint64), axis=None) < n_classes:
         return True
@@ -374,7 +375,7 @@ _library.define("checked_ids(Tensor ids, str name, int n_classes, int? ignore_in
 
 def _checked_when_run(ids: Tensor, name: str, n_classes: int, ignore_index: int | None) -> Tensor:
     check_id_values(name, ids, n_classes, ignore_index)
-    # An operation may not return what it was given.
+    # A registered operation may not return its input.
     return ids.clone()
 
 
@@ -387,7 +388,7 @@ torch.library.register_fake(
 def check_target(
     target: Any, scores: Tensor, ignore_index: int | None
 ) -> tuple[Tensor, bool, int | None]:
-    """Class ids as int64, or distributions; whether they are class ids; the ignored one, if any."""
+    """Class ids as int64, or distributions; whether they are class ids; the ignored id, if any."""
     if not isinstance(target, Tensor):
         check_tensor("target", target)
     if target.is_floating_point():
@@ -409,7 +410,7 @@ def _check_distributions(target: Tensor, scores: Tensor) -> None:
     if not lowest >= 0.0:
         raise ValueError(f"target: expected distributions with no negative entry, got {lowest}")
     totals = target.sum(-1, dtype=accumulation_dtype(target.dtype))
-    # Half-precision distributions that were normalised in that precision are accepted.
+    # The tolerance allows for distributions that were normalised in half precision.
     tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) else 2e-2
     furthest = totals.flatten()[(totals - 1.0).abs().argmax()].item()
     if not abs(furthest - 1.0) <= tolerance:
@@ -420,7 +421,7 @@ def _check_distributions(target: Tensor, scores: Tensor) -> None:
 
 
 def check_linear(hidden: Any, weight: Any, bias: Any, *, empty: bool = False) -> None:
-    """Hidden states, class vectors and biases that fit together; ``empty`` allows no classes."""
+    """Checks that hidden, weight and bias fit together; ``empty`` allows a weight of no rows."""
     check_scores(hidden, name="hidden")
     check_scores(weight, name="weight")
     if weight.dim() != 2:
@@ -455,7 +456,7 @@ def _check_like(hidden: Tensor, name: str, tensor: Tensor) -> None:
 
 
 def check_generator(generator: Any, device: torch.device, of: str = "hidden") -> None:
-    """A generator on that device, or None."""
+    """Checks for None or a generator on ``device``, that of the argument called ``of``."""
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
@@ -463,12 +464,12 @@ def check_generator(generator: Any, device: torch.device, of: str = "hidden") ->
     if generator.device.type != device.type:
         raise ValueError(
             f"generator: expected one on the device of {of}, {device}, got one on "
-            f"{generator.device}; make it with torch.Generator({device.type!r})"
+            f"{generator.device}; create it with torch.Generator({device.type!r})"
         )
 
 
 def as_array(name: str, values: Any, expected: str, kinds: str = "iufb") -> NDArray[Any]:
-    """Numbers from a sequence, an array or a tensor on any device; ``kinds`` are numpy's."""
+    """An array from a sequence, an array or a tensor; ``kinds`` are the allowed numpy kinds."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         # numpy has no bfloat16.
@@ -485,7 +486,7 @@ def as_array(name: str, values: Any, expected: str, kinds: str = "iufb") -> NDAr
 
 
 def _first_not_real(values: Any, array: NDArray[Any]) -> str:
-    """What was given in place of a number, and where."""
+    """Describes the first value that is not a number, for an error message."""
     if array.ndim == 0:
         return type(values).__name__
     if array.ndim == 1 and isinstance(values, (list, tuple)):
@@ -500,16 +501,16 @@ def as_counts(
     n_classes: int | None = None,
     *,
     kinds: str = "iufb",
-    alike: str = "give ones where every class is as likely as another",
+    alike: str = "pass ones if all classes are equally likely",
 ) -> NDArray[np.float64]:
-    """One count per class: finite, not negative, not all zero (``alike`` says what else)."""
+    """One count per class: finite, not negative, not all zero; ``alike`` is the remedy."""
     name, expected = "counts", "one number per class"
     array = as_array(name, counts, expected, kinds)
     if array.ndim != 1 or (n_classes is not None and len(array) != n_classes):
         shape = "(n_classes,)" if n_classes is None else f"({n_classes},)"
         raise ValueError(f"{name}: expected shape {shape}, {expected}, got {array.shape}")
     if not len(array):
-        raise ValueError(f"{name}: expected {expected}, got none; there is at least one class")
+        raise ValueError(f"{name}: expected {expected} and at least one class, got none")
     result: NDArray[np.float64] = array.astype(np.float64)
     wrong = ~((result >= 0) & np.isfinite(result))
     if wrong.any():
@@ -527,7 +528,7 @@ def as_counts(
 
 
 def as_integers(name: str, values: Any, expected: str) -> NDArray[np.int64]:
-    """A list of whole numbers."""
+    """An int64 array from a list of integers."""
     array = as_array(name, values, expected)
     if array.ndim != 1:
         raise ValueError(f"{name}: expected {expected}, one dimension, got shape {array.shape}")
@@ -537,7 +538,7 @@ def as_integers(name: str, values: Any, expected: str) -> NDArray[np.int64]:
 
 
 def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
-    """Every class once, in an order of the caller's."""
+    """A permutation of the ``n`` class ids, as an int64 array."""
     classes = as_integers(name, values, f"all class ids from 0 to {n - 1}")
     if len(classes) != n:
         raise ValueError(f"{name}: expected all {n} classes, got {len(classes)}")
@@ -559,7 +560,7 @@ def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
 
 
 def as_pairs(name: str, values: Any, of: tuple[str, str]) -> tuple[tuple[int, int], ...]:
-    """At least one pair of whole numbers above 0; ``of`` says what the two are."""
+    """At least one pair of integers above 0; ``of`` has the names of the two."""
     expected = f"({', '.join(of)})"
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         raise TypeError(f"{name}: expected pairs {expected}, got {type(values).__name__}")

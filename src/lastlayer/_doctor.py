@@ -1,4 +1,4 @@
-"""What ``lastlayer doctor`` says: versions, devices, kernels, and the extras that are missing."""
+"""The report of ``lastlayer doctor``: versions, devices, kernels and missing extras."""
 
 import platform
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from lastlayer import kernels
 
 PACKAGE = "lastlayer"
 CORE = (PACKAGE, "torch", "triton", "numba", "numpy")
-# Which devices an implementation is for.
+# The device type of each implementation.
 KERNELS_OF = {"triton": "cuda", "cpu": "cpu"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def examine() -> dict[str, Any]:
-    """Looks at this machine and this installation; versions and reasons may be None."""
+    """Inspects this machine and this installation; versions and reasons may be None."""
     devices = list(_devices())
     versions = {"python": platform.python_version()} | {name: _version(name) for name in CORE}
     return {
@@ -63,7 +63,7 @@ def conclusion(report: dict[str, Any]) -> str:
     else:
         said = f"{PACKAGE} works on {where} with its fast kernels"
     if untried := [kind for kind in kinds if kind not in KERNELS_OF.values()]:
-        said += f"; {', '.join(untried)}: plain torch code, which was never tried there"
+        said += f"; {', '.join(untried)}: plain torch code, untested there"
     lab = [extra for extra in report["extras"] if extra["name"] == "lab" and extra["missing"]]
     return f"{said}; lastlayer compare needs {lab[0]['command']}" if lab else f"{said}."
 
@@ -99,7 +99,7 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _extras() -> Iterator[dict[str, Any]]:
-    """Each extra of this package, what it lacks here, and the command that adds it."""
+    """Yields each extra of this package, its missing requirements and the command to install it."""
     requirements = [Requirement(line) for line in metadata.requires(PACKAGE) or ()]
     for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or ():
         missing = [
@@ -119,7 +119,7 @@ def _is_satisfied(requirement: Requirement) -> bool:
 
 
 def render(report: dict[str, Any], out: Console) -> None:
-    """Prints a report for people."""
+    """Prints the report as tables."""
     versions = Table("package", "version", title="Versions", title_justify="left")
     for name, version in report["versions"].items():
         versions.add_row(name, version or "not installed")
@@ -156,7 +156,7 @@ def render(report: dict[str, Any], out: Console) -> None:
 
 
 def _choices(rows: list[dict[str, str]], op: str, device_type: str) -> str:
-    """One name where all dtypes take the same implementation, else the dtypes of each."""
+    """One name if all dtypes use the same implementation, else each name with its dtypes."""
     dtypes_by_choice: dict[str, list[str]] = {}
     for row in rows:
         if (row["op"], row["device_type"]) == (op, device_type):
@@ -167,5 +167,5 @@ def _choices(rows: list[dict[str, str]], op: str, device_type: str) -> str:
 
 
 def _line(out: Console, text: str) -> None:
-    # Commands are there to be copied: no wrapping, and [extra] is not markup.
+    # Commands are copied by users: no wrapping, and [extra] is not markup.
     out.print(text, markup=False, highlight=False, soft_wrap=True)

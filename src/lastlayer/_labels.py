@@ -1,6 +1,6 @@
 """Checks of multi-label targets: dense labels in [0, 1], and lists of positives.
 
-Lists come padded, ``(*batch, m)``, or in CSR: all lists one after the other, with offsets.
+Lists are padded, ``(*batch, m)``, or concatenated with offsets, as in CSR.
 """
 
 import math
@@ -28,7 +28,7 @@ _FEW_LABELS = 1 << 16
 
 
 def check_multilabel(scores: Any, target: Any, mask: Any, reduction: Any) -> None:
-    """Scores, labels of their shape in [0, 1], a mask that broadcasts to them, a reduction."""
+    """Checks scores, labels in [0, 1] of their shape, a mask that broadcasts, and a reduction."""
     check_scores(scores)
     check_reduction(reduction)
     check_allowed(mask, scores)
@@ -38,21 +38,21 @@ def check_multilabel(scores: Any, target: Any, mask: Any, reduction: Any) -> Non
     if target.shape != scores.shape:
         raise ValueError(
             f"target: expected one label per score, shape {tuple(scores.shape)}, got "
-            f"{tuple(target.shape)}; lists of positives go to zlpr_loss_from_indices"
+            f"{tuple(target.shape)}; pass lists of positives to zlpr_loss_from_indices"
         )
     check_device("target", target, scores, "scores")
     check_labels(target, mask)
 
 
 def check_allowed(mask: Any, scores: Tensor) -> None:
-    """A bool mask on the device of the scores that broadcasts to them, or None."""
+    """Checks for None or a bool mask that broadcasts to the scores, on their device."""
     if mask is not None:
         check_mask(mask, scores)
         check_device("mask", mask, scores, "scores")
 
 
 def check_labels(target: Tensor, mask: Tensor | None = None) -> None:
-    """Labels from 0 to 1 wherever the mask allows a class."""
+    """Checks that the labels of all classes that the mask allows are from 0 to 1."""
     if target.dtype == torch.bool or not target.numel() or not values_are_checked(target):
         return
     if _in_unit_interval(target):
@@ -63,8 +63,8 @@ def check_labels(target: Tensor, mask: Tensor | None = None) -> None:
     if bool(wrong.any()):
         kind = "in [0, 1]" if target.is_floating_point() else "0 or 1"
         raise ValueError(
-            f"target: expected labels {kind}, got {target[wrong].flatten()[0].item()}; mask out "
-            "classes that do not count with mask="
+            f"target: expected labels {kind}, got {target[wrong].flatten()[0].item()}; exclude "
+            "classes with mask="
         )
 
 
@@ -83,7 +83,7 @@ def _in_unit_interval(values: Tensor) -> bool:
 
 
 def check_label_smoothing(label_smoothing: Any, name: str = "label_smoothing") -> float:
-    """A number from 0 to below 1/2: the label of a class that is not listed."""
+    """``label_smoothing`` as a float in [0, 0.5): the label of a class that is not positive."""
     return check_real(
         name,
         label_smoothing,
@@ -93,7 +93,7 @@ def check_label_smoothing(label_smoothing: Any, name: str = "label_smoothing") -
 
 
 def rows_of_mask(mask: Tensor | None, scores: Tensor, n_rows: int) -> Tensor | None:
-    """The mask as ``(rows, n)``; expanded where all rows share it, not copied."""
+    """The mask as ``(rows, n)``; expanded without a copy if all rows share it."""
     if mask is None:
         return None
     n = scores.shape[-1]
@@ -103,7 +103,7 @@ def rows_of_mask(mask: Tensor | None, scores: Tensor, n_rows: int) -> Tensor | N
 
 
 def reduced(losses: Tensor, counts: Tensor | None, reduction: str) -> Tensor:
-    """Losses of rows to one number; the mean is over rows that count, and 0 where none does."""
+    """Reduces losses of rows; the mean is over rows where ``counts``, and 0 if there are none."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -123,15 +123,15 @@ def check_positives(
     ignore_index: Any,
     label_smoothing: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Lists of positives for rows of the shape ``batch``; positives and offsets as int64."""
+    """Checks lists of positives for rows of shape ``batch``; positives and offsets as int64."""
     check_label_smoothing(label_smoothing)
     ignore_index = check_ignore_index(ignore_index)
     check_tensor("positives", positives)
     if positives.is_floating_point() or positives.dtype == torch.bool:
         raise TypeError(
-            f"positives: expected integer class ids, got {positives.dtype}; dense labels, 0/1 or "
-            "soft, go to a loss with a target, such as lastlayer.zlpr_loss, and soft labels of "
-            "listed classes to values="
+            f"positives: expected integer class ids, got {positives.dtype}; pass dense labels to a "
+            "loss with a target, such as lastlayer.zlpr_loss, and soft labels of listed classes as "
+            "values="
         )
     if offsets is not None:
         offsets = _check_offsets(offsets, positives, math.prod(batch))
@@ -139,7 +139,7 @@ def check_positives(
         expected = "".join(f"{size}, " for size in batch)
         raise ValueError(
             f"positives: expected shape ({expected}m), lists padded with ignore_index, got "
-            f"{tuple(positives.shape)}; for concatenated lists give offsets="
+            f"{tuple(positives.shape)}; for concatenated lists pass offsets="
         )
     if values is not None:
         _check_values(values, positives)
@@ -153,8 +153,8 @@ def _check_offsets(offsets: Any, positives: Tensor, n_rows: int) -> Tensor:
         raise TypeError(f"offsets: expected an integer tensor, got {offsets.dtype}")
     if offsets.shape != (n_rows + 1,):
         raise ValueError(
-            f"offsets: expected shape ({n_rows + 1},), where the list of each of {n_rows} rows "
-            f"starts and where the last ends, got {tuple(offsets.shape)}"
+            f"offsets: expected shape ({n_rows + 1},), the start of the list of each of {n_rows} "
+            f"rows and the end of the last, got {tuple(offsets.shape)}"
         )
     if positives.dim() != 1:
         raise ValueError(
@@ -166,7 +166,7 @@ def _check_offsets(offsets: Any, positives: Tensor, n_rows: int) -> Tensor:
         if ends != (0, positives.shape[0]) or bool((offsets[1:] < offsets[:-1]).any()):
             got = offsets.tolist() if len(offsets) <= 8 else f"{ends[0]} to {ends[1]}"
             raise ValueError(
-                f"offsets: expected to rise from 0 to {positives.shape[0]}, the number of "
+                f"offsets: expected to increase from 0 to {positives.shape[0]}, the number of "
                 f"positives, got {got}"
             )
     whole: Tensor = offsets.long()

@@ -1,4 +1,4 @@
-"""Processes of torch.distributed: rows that are gathered, and classes that are spread over them."""
+"""Collectives of torch.distributed for gathered rows, and for classes sharded over processes."""
 
 import math
 from collections.abc import Callable
@@ -9,29 +9,29 @@ from torch import Tensor
 from torch import distributed as dist
 
 GATHERS = (False, True, "even")
-# The target of a row whose class is in another process, and of one that does not count.
+# The local target of a row whose class is in another process, and of an ignored row.
 ELSEWHERE, IGNORED = -1, -100
 _GOLDEN = (1.0 + 5.0**0.5) / 2.0
-# What becomes of the gradient of hidden states that all processes have: the sum over them, or for
-# each process its own part of that sum.
+# The gradient of hidden states that all processes have: the sum over processes, or each process's
+# own part of that sum.
 HIDDEN_GRADS = ("sum", "part")
-# torch 2.13 has new names for these; where torch has no processes they are None.
+# torch 2.13 renamed these; they are None if torch was built without distributed.
 _all_gather_single: Any = getattr(
     dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
 )
 _reduce_scatter_single: Any = getattr(
     dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
 )
-# Who hears of each call between processes: its name, and the bytes that this process receives. Not
-# a context variable, which the threads of autograd would not see.
+# Callbacks for each collective call, with its name and the bytes that this process receives. Not a
+# context variable, which autograd's threads would not see.
 LISTENERS: list[Callable[[str, float], None]] = []
 
 
 def received_bytes(call: str, nbytes: float, processes: int) -> float:
-    """Bytes that a process receives in a call whose tensor has ``nbytes`` in each process.
+    """Bytes that a process receives in a collective call with a ring algorithm.
 
-    As a ring sends them. "all_gather": of the tensor that a process gives. "reduce_scatter",
-    "all_to_all" and "all_reduce": of the whole tensor; the last one is the first two together.
+    ``nbytes`` is the size of one process's input: for "all_gather" its own part, otherwise the
+    whole tensor. An "all_reduce" is a reduce-scatter followed by an all-gather.
     """
     others = processes - 1
     if call == "all_gather":
@@ -40,7 +40,7 @@ def received_bytes(call: str, nbytes: float, processes: int) -> float:
 
 
 def tell(call: str, nbytes: float, group: Any) -> None:
-    """Who counts calls hears of one."""
+    """Reports a call to the listeners."""
     if LISTENERS:
         received = received_bytes(call, nbytes, dist.get_world_size(group))
         for listener in LISTENERS:
@@ -51,7 +51,7 @@ def exchanged(
     found: Tensor, sent: Tensor, group: Any, asked: list[int] | None = None,
     told: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """An all-to-all into ``found``: ``asked`` rows from each process, ``told`` rows to each."""
+    """An all-to-all into ``found``: receives ``asked`` rows from each process, sends ``told``."""
     if LISTENERS:
         rank, rows = dist.get_rank(group), len(found)
         mine = rows // dist.get_world_size(group) if asked is None else asked[rank]
@@ -66,14 +66,14 @@ def exchanged(
 
 
 def _is_through_host(tensor: Tensor, group: Any) -> bool:
-    """Whether a group moves tensors of the CPU alone, as gloo does: for tests on one GPU."""
+    """Whether to copy through CPU memory, for gloo, which tests on one GPU use."""
     return tensor.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
 
 class Shares(NamedTuple):
-    """How many rows each process has.
+    """The number of rows of each process.
 
-    ``counts`` are in the order of ranks; ``first`` is where the rows of this process begin. With
+    ``counts`` are in the order of ranks; ``first`` is the index of this process's first row. With
     ``even`` the caller promised equal counts, and they were not exchanged.
     """
 
@@ -96,29 +96,29 @@ class Shares(NamedTuple):
 
     @property
     def mine(self) -> slice:
-        """The rows of this process among those of all."""
+        """The rows of this process among those of all processes."""
         return slice(self.first, self.first + self.counts[self.rank])
 
 
 def check_gather(gather: Any, process_group: Any) -> None:
-    """False, True or "even", and processes to gather from."""
+    """Checks that gather is False, True or "even", and that processes are initialised for it."""
     if not (isinstance(gather, bool) or gather == "even"):
         raise ValueError(f"gather: expected one of {GATHERS}, got {gather!r}")
     if not gather:
         if process_group is not None:
             raise ValueError(
-                "process_group: expected None without gather=True, got a group; ask for gather=True"
+                "process_group: expected None without gather=True, got a group; set gather=True"
             )
         return
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            f"gather: expected False where torch.distributed is not initialised, got {gather!r}; "
+            f"gather: expected False if torch.distributed is not initialised, got {gather!r}; "
             "call torch.distributed.init_process_group first"
         )
 
 
 def shares(rows: Tensor, gather: bool | str, group: Any) -> Shares:
-    """How many rows each process has; asking the others waits for the device."""
+    """The number of rows of each process; unless "even", exchanging it waits for the device."""
     processes, rank = dist.get_world_size(group), dist.get_rank(group)
     n = rows.shape[0]
     if gather == "even":
@@ -128,7 +128,7 @@ def shares(rows: Tensor, gather: bool | str, group: Any) -> Shares:
 
 
 def all_gathered(numbers: Tensor, group: Any) -> Tensor:
-    """The tensors of all processes, which have the same shape, one after the other."""
+    """The tensors of all processes, of equal shape, stacked: ``(processes, *shape)``."""
     tell("all_gather", numbers.nbytes, group)
     given = numbers.cpu() if _is_through_host(numbers, group) else numbers
     found = given.new_empty(dist.get_world_size(group), *given.shape)
@@ -137,16 +137,16 @@ def all_gathered(numbers: Tensor, group: Any) -> Tensor:
 
 
 def gathered(rows: Tensor, of: Shares) -> Tensor:
-    """The rows of all processes, those of rank 0 first.
+    """The rows of all processes, in the order of ranks.
 
-    The gradient of a process's rows is the sum of what all processes have for them.
+    The gradient of a process's rows is the sum of the gradients of these rows in all processes.
     """
     result: Tensor = _Gathered.apply(rows, of)
     return result
 
 
 def summed(number: Tensor, group: Any) -> Tensor:
-    """The sum over processes, without a gradient."""
+    """The sum over processes, not differentiable."""
     tell("all_reduce", number.nbytes, group)
     through_host = _is_through_host(number, group)
     total = number.detach().clone(memory_format=torch.contiguous_format)
@@ -156,11 +156,11 @@ def summed(number: Tensor, group: Any) -> Tensor:
 
 
 def summed_part(parts: Tensor, group: Any) -> Tensor:
-    """Of the sum over processes the part of this one, without a gradient.
+    """This process's part of the sum over processes (reduce-scatter), not differentiable.
 
     Args:
-        parts: ``(processes, *shape)``, contiguous: what this process adds to the part of each.
-        group: the processes.
+        parts: ``(processes, *shape)``, contiguous: this process's addend to the part of each.
+        group: the process group.
     """
     tell("reduce_scatter", parts.nbytes, group)
     given = parts.cpu() if _is_through_host(parts, group) else parts
@@ -170,7 +170,7 @@ def summed_part(parts: Tensor, group: Any) -> Tensor:
 
 
 def sum_of_parts(part: Tensor, group: Any) -> Tensor:
-    """The sum over processes, whose gradient each process gives to its own part."""
+    """The sum over processes; each process passes the gradient on to its own part unchanged."""
     result: Tensor = _SumOfParts.apply(part, group)
     return result
 
@@ -214,7 +214,7 @@ def _padded(rows: Tensor, most: int) -> Tensor:
 
 
 def in_all(values: Tensor, group: Any) -> Tensor:
-    """Values that all processes have alike; their gradient is the sum over processes."""
+    """Returns replicated values unchanged; their gradient is summed over processes."""
     result: Tensor = _InAll.apply(values, group)
     return result
 
@@ -231,25 +231,25 @@ class _InAll(torch.autograd.Function):
 
 
 class Shards(NamedTuple):
-    """Classes that are spread over the processes of a group, a range of them in each.
+    """Classes that are sharded over the processes of a group, a range of them in each.
 
-    It is made of plain values, so that a registered operation can take it as options. Inside of
-    such an operation a target is the place of a class in this process, or :data:`ELSEWHERE`.
+    The fields are plain values, so that a registered operation can take them as options. Inside
+    such an operation, a target is the index of a class in this process, or :data:`ELSEWHERE`.
     """
 
     group_name: str
     n_classes: int
-    """Of all processes together."""
+    """Number of classes of all processes."""
     most: int
-    """Of the process that has the most: what is cut into chunks is cut alike everywhere."""
+    """Largest number of classes of a process; all processes derive the same chunks from it."""
     first: int
     """The first class of this process."""
     here: int
-    """How many it has."""
+    """Number of classes of this process."""
 
     @classmethod
     def even(cls, group: Any, n_classes: int) -> "Shards":
-        """As a DTensor with ``Shard(0)`` cuts rows: ceil(n / processes) in each, the rest last."""
+        """Sharded like a DTensor with ``Shard(0)``: ceil(n / processes) per process, fewer last."""
         most = -(-n_classes // dist.get_world_size(group))
         first = min(n_classes, most * dist.get_rank(group))
         here = min(most, n_classes - first)
@@ -257,14 +257,14 @@ class Shards(NamedTuple):
 
     @classmethod
     def of_parts(cls, group: Any, part: Tensor) -> "Shards":
-        """From the class vectors that each process has; they tell each other how many."""
+        """From the class vectors of each process, whose numbers are exchanged."""
         counts = all_gathered(torch.tensor([part.shape[0]], device=part.device), group)
         sizes, rank = counts.flatten().tolist(), dist.get_rank(group)
         return cls(group.group_name, sum(sizes), max(sizes), sum(sizes[:rank]), sizes[rank])
 
     @property
     def shares(self) -> Shares:
-        """How many classes each process has."""
+        """The number of classes of each process."""
         counts = [
             max(0, min(self.most, self.n_classes - self.most * rank))
             for rank in range(self.processes)
@@ -285,7 +285,7 @@ class Shards(NamedTuple):
         return dist.get_world_size(self.group)
 
     def local(self, target: Tensor, ignore_index: int | None) -> Tensor:
-        """Class ids as places in this process; :data:`IGNORED` for those that do not count."""
+        """Class ids as indices in this process, or :data:`ELSEWHERE` or :data:`IGNORED`."""
         place = target - self.first
         place = torch.where((place >= 0) & (place < self.here), place, ELSEWHERE)
         if ignore_index is None:
@@ -293,7 +293,7 @@ class Shards(NamedTuple):
         return torch.where(target == ignore_index, IGNORED, place)
 
     def seen(self, hidden: Tensor, hidden_grad: str) -> Tensor:
-        """Hidden states that all processes have, with the gradient that is asked for."""
+        """Hidden states that all processes have, with the gradient ``hidden_grad``."""
         if hidden_grad == "part" or not hidden.requires_grad:
             return hidden
         return in_all(hidden, self.group)
@@ -307,16 +307,16 @@ class Shards(NamedTuple):
         return summed(numbers, self.group)
 
     def logsumexp(self, numbers: Tensor) -> Tensor:
-        """log Σ e^x over processes: one number each, in one round."""
+        """log Σ e^x over processes, with one all-gather."""
         return self.gathered(numbers).logsumexp(0)
 
 
 class Layout(NamedTuple):
-    """Where classes are in a table that is cut into ranges of rows, one per process.
+    """The order of classes in a table whose rows are sharded into ranges, one per process.
 
-    With ``step`` 1 class c is row c. Else it is row ``c * step mod n_classes``, with a step near
-    n / 1.618 that has no factor in common with n: classes next to each other are then far apart,
-    and every range has its share of the frequent ones, whatever the number of processes.
+    With ``step`` 1, class c is row c. Otherwise it is row ``c * step mod n_classes``, with a step
+    near n / 1.618 that is coprime to n. Neighbouring class ids are then far apart, so that frequent
+    classes are distributed evenly over any number of processes.
     """
 
     n_classes: int
@@ -330,7 +330,7 @@ class Layout(NamedTuple):
         return cls(n_classes, step % n_classes or 1)
 
     def rows_of(self, classes: Tensor) -> Tensor:
-        """Rows of class ids; a negative id stays as it is."""
+        """Rows of class ids; negative ids are returned unchanged."""
         if self.step == 1:
             return classes
         return torch.where(classes < 0, classes, classes * self.step % self.n_classes)
@@ -343,26 +343,26 @@ class Layout(NamedTuple):
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; asked such that a compiler can follow."""
+    """Whether a tensor is a DTensor, tested in a way that torch.compile can trace."""
     return getattr(tensor, "placements", None) is not None
 
 
 def shards_of(weight: Any) -> Shards:
-    """How the rows of a DTensor are spread.
+    """How the rows of a DTensor are sharded.
 
     Raises:
-        ValueError: where they are not spread by rows over one dimension of a mesh.
+        ValueError: if they are not sharded by rows over one dimension of a mesh.
     """
     placements = weight.placements
     if len(placements) != 1 or not placements[0].is_shard(0):
         raise ValueError(
-            "weight: expected a DTensor whose rows are spread over one dimension of a mesh, "
-            f"(Shard(0),), got {tuple(placements)}; weight.redistribute(mesh, [Shard(0)]) makes "
-            "one, weight.full_tensor() a plain tensor"
+            "weight: expected a DTensor with its rows sharded over one dimension of a mesh, "
+            f"(Shard(0),), got {tuple(placements)}; convert it with "
+            "weight.redistribute(mesh, [Shard(0)]), or to a plain tensor with weight.full_tensor()"
         )
     return Shards.even(weight.device_mesh.get_group(), weight.shape[0])
 
 
 def local_part(tensor: Any) -> Any:
-    """What this process has of a DTensor, differentiable; anything else as it is."""
+    """This process's part of a DTensor, differentiable; other values are returned unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -1,8 +1,8 @@
-"""Modules with tables that kernels read without looking at them, and what torch does to modules.
+"""Modules with index tables, which kernels read without checking them.
 
 ``to_empty``, ``load_state_dict(assign=True)``, a constructor under ``torch.device("meta")`` and
-loaders that set attributes leave a table on another device, on none, or in memory that nobody
-filled. A kernel would read indices from there. So a module is made ready before it is used: once,
+loaders that set attributes can leave a table on the wrong device, on meta, or uninitialised. A
+kernel would then read invalid indices. So the tables are prepared and checked before the first use,
 and again after each of these.
 """
 
@@ -21,21 +21,21 @@ _FILLED = object()
 
 
 class TabledModule(torch.nn.Module):
-    """A module that is made ready for the device of its parameters before it is used.
+    """A module whose tables are prepared on the device of its parameters before they are used.
 
-    Tables are of two kinds. Those that follow from the constructor's arguments are plain
-    attributes, made by :meth:`_make_tables`: no state, no buffers, so nothing can empty, broadcast
-    or forget them. Those that are state are buffers: :meth:`_fresh_buffer` says what they start
-    with, and :meth:`_check_state` what is wrong with those that were loaded.
+    There are two kinds of tables. Tables that depend only on the constructor's arguments are plain
+    attributes, created by :meth:`_make_tables`. They are not buffers, so torch cannot empty,
+    broadcast or drop them. Tables that are state are buffers: :meth:`_fresh_buffer` returns their
+    initial values, and :meth:`_check_state` checks loaded ones.
 
-    Whoever reads tables compares ``_ready_on`` with the device, which is cheap, and calls
-    :meth:`_be_ready` where they differ. So does a compiler always: it must not look at what that
-    changes.
+    Code that reads tables compares ``_ready_on`` with the device, which is cheap, and calls
+    :meth:`_be_ready` if they differ. Under torch.compile it always calls it: the compiler must not
+    trace the attributes that this changes.
     """
 
-    # Where the tables are; None where something may have changed since they were made.
+    # The device of the tables; None if something may have changed since they were created.
     _ready_on: torch.device | None = None
-    # Buffers whose memory nobody has filled: that very tensor, or None for whatever is there.
+    # Uninitialised buffers: the tensor itself, or None if any tensor of that name is uninitialised.
     _unfilled: Mapping[str, Tensor | None] = MappingProxyType({})
 
     def __init__(self) -> None:
@@ -43,37 +43,37 @@ class TabledModule(torch.nn.Module):
         self.register_load_state_dict_post_hook(_after_loading)
 
     def _make_tables(self, device: torch.device) -> None:
-        """Put tables that follow from the constructor's arguments on ``device``."""
+        """Create the tables that depend on the constructor's arguments, on ``device``."""
 
     def _fresh_buffer(self, name: str) -> Tensor | None:  # noqa: ARG002 - for modules with any
-        """What the constructor put into a buffer; None where only a state can tell."""
+        """The initial values of a buffer; None if only a state dict can restore them."""
         return None
 
     def _check_state(self) -> None:
-        """Raise ValueError where loaded buffers cannot be right; kernels trust them."""
+        """Raise a ValueError if loaded buffers are invalid; kernels do not check them."""
 
     def _state_device(self) -> torch.device | None:
-        """Where the parameters are, or else the buffers; None where there are neither."""
+        """The device of the parameters, or else of the buffers; None without either."""
         for each in (*self.parameters(), *self.buffers()):
             return each.device
         return None
 
     @constant_while_traced
     def _be_ready(self) -> None:
-        """:meth:`_make_ready`, where that has not been done since something changed."""
+        """Calls :meth:`_make_ready` if something has changed since the last call."""
         if self._ready_on is None or self._ready_on != self._state_device():
             self._make_ready()
 
     def _make_ready(self) -> None:
-        """Make tables where the parameters are, and check the buffers.
+        """Create the tables on the device of the parameters, and check the buffers.
 
         Raises:
-            RuntimeError: where a buffer has no values, and the constructor's arguments do not say
-                which.
-            ValueError: where a loaded one cannot be right.
+            RuntimeError: if a buffer is uninitialised and its values do not follow from the
+                constructor's arguments.
+            ValueError: if a loaded buffer is invalid.
         """
         device = self._state_device()
-        # Those of a program that is being exported have no values to look at.
+        # While torch.export traces, buffers have no values to check.
         traced = any(isinstance(each, FakeTensor) for each in self.buffers())
         with without_modes():
             known = device is not None and device.type != "meta" and not traced
@@ -91,7 +91,7 @@ class TabledModule(torch.nn.Module):
         self._ready_on = None if traced else device
 
     def _follow(self, device: torch.device | None) -> None:
-        """As a part of a module whose parameters are on ``device``."""
+        """Prepare this module as a submodule of one whose parameters are on ``device``."""
         if self._ready_on is None or self._ready_on != device:
             self._make_ready()
 
@@ -109,18 +109,19 @@ class TabledModule(torch.nn.Module):
                 self._buffers[name] = fresh.to(device)
 
     def _check_filled(self, before: dict[str, Tensor | None]) -> None:
-        """An error for a buffer that is still not filled, nor replaced since ``before``."""
+        """Raises an error for a buffer still uninitialised and not replaced since ``before``."""
         for name in filter(self._is_unfilled, self._buffers):
             if self._buffers[name] is before[name]:
                 raise RuntimeError(
-                    f"{name}: expected the values of a buffer of {type(self).__name__}, got memory "
-                    "that nothing was written to, as the meta device and to_empty leave it; "
-                    "load_state_dict fills it. A table that is not saved is made in _make_tables"
+                    f"{name}: expected the values of a buffer of {type(self).__name__}, got "
+                    "uninitialised memory, from the meta device or to_empty; call load_state_dict. "
+                    "Tables that are not saved are created in _make_tables"
                 )
         self._unfilled = {}
 
     def _forget(self, name: str, buffer: Tensor) -> None:
-        # Loaders give memory to what is not saved, and nobody fills that: whatever is there then.
+        # Loaders allocate buffers that are not saved without filling them, so any new tensor of
+        # that name is uninitialised as well.
         saved = name not in self._non_persistent_buffers_set
         self._unfilled = {**self._unfilled, name: buffer if saved else None}
 
@@ -145,7 +146,8 @@ class TabledModule(torch.nn.Module):
                 continue
             keeps = _keeps_values(fn) if keeps is None else keeps
             if not keeps:
-                # What to_empty is for has values afterwards; tables are no part of that.
+                # fn was to_empty, after which the caller initialises the parameters but not the
+                # tables. So keep their values.
                 with torch.no_grad():
                     new.copy_(old)
         if self._ready_on is not None and self._ready_on != self._state_device():
@@ -156,7 +158,8 @@ class TabledModule(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self._ready_on = None
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        # The last argument; torch raises them at the end, and knows better than a check of tables.
+        # The last argument is the list of errors. torch raises them at the end; these are clearer
+        # than an error from a check of the tables.
         self.__dict__["_load_errors"] = rest[-1]
         loaded = {name: state_dict.get(prefix + name) for name in self._unfilled}
         self._unfilled = {
@@ -167,19 +170,19 @@ class TabledModule(torch.nn.Module):
 
 
 def _keeps_values(fn: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a function of tensors keeps what is in them; ``to_empty`` has one that does not."""
-    # A number that is in no memory yet.
+    """Whether a function of tensors keeps their values; that of ``to_empty`` does not."""
+    # A random number that uninitialised memory cannot contain by chance.
     number = torch.tensor([secrets.randbits(62)], device="cpu")
     return bool((fn(number).cpu() == number).all())
 
 
 def _if_complete(module: TabledModule) -> None:
-    """Make it ready at once where nothing is missing, so that its first use waits for nothing."""
+    """Prepare the tables now if nothing is on meta, so that the first use does not have to."""
     if not any(each.is_meta for each in (*module.parameters(), *module.buffers())):
         try:
             module._make_ready()
         except RuntimeError:
-            # Its first use says so, unless the rest comes before that.
+            # The first use raises this error, unless the missing values are loaded before.
             module._ready_on = None
 
 

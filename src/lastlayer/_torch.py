@@ -1,7 +1,7 @@
-"""What lastlayer asks of torch beyond its public functions, each question in one place.
+"""Queries of torch's state, and everything that needs private functions of torch.
 
-Accumulation dtype and autocast; whether a call is plain eager code; whether the host may wait for
-the device; what autograd is doing. Everything of ``torch._C`` is here.
+Accumulation dtypes and autocast; whether a call is plain eager code; whether the host may wait for
+the device; what autograd is doing. All uses of ``torch._C`` are in this module.
 """
 
 import sys
@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-# Older ones exchange memory that may only be read.
+# With older versions the DLPack exchange gives a read-only array.
 _HAS_DLPACK = (
     hasattr(torch._C, "_to_dlpack_versioned") and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 )
@@ -45,7 +45,7 @@ def gradient_sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that autocast asks for on the device of ``tensor``, None where it is off."""
+    """The dtype of autocast on the device of ``tensor``; None if autocast is off or in float64."""
     device = _device_type(tensor)
     if device == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
@@ -53,29 +53,29 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def _device_type(tensor: Tensor) -> str:
-    """``tensor.device.type``, which makes a device and a string first."""
+    """``tensor.device.type``, without creating a device and a string for CPU tensors."""
     return "cpu" if tensor.is_cpu else tensor.device.type
 
 
 def in_autocast_dtype(tensor: Tensor) -> Tensor:
-    """``tensor`` in the dtype of autocast; as it is where autocast is off, or in float64."""
+    """``tensor`` in the dtype of autocast; unchanged if autocast is off, or in float64."""
     dtype = autocast_dtype(tensor)
     return tensor if dtype is None or dtype == tensor.dtype else tensor.to(dtype)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, which costs microseconds even where there is nothing to do."""
+    """``tensor.to(dtype)``, which takes microseconds even if there is nothing to convert."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def is_eager(tensor: Tensor) -> bool:
-    """Whether only the device decides what runs: no compiler, transform, mode or subclass.
+    """Whether this is a plain eager call: no compiler, transform, dispatch mode or subclass.
 
-    Operations are then called directly, which saves the host the dispatcher's time.
+    Functions are then called directly, which saves the host time of torch's dispatcher.
     """
     return (
         type(tensor) in _TENSOR_TYPES
-        # Other tracers have tensors or modes of their own.
+        # Other tracers use tensor subclasses or dispatch modes.
         and not torch.compiler.is_dynamo_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
@@ -88,16 +88,16 @@ def in_functorch() -> bool:
 
 
 def constant_while_traced(function: _Function) -> _Function:
-    """Has ``torch.compile`` call a function while it traces, and take the result for a constant.
+    """Makes ``torch.compile`` call a function while tracing and treat the result as a constant.
 
-    As ``torch.compiler.assume_constant_result``, which imports the compiler to set this mark.
+    Like ``torch.compiler.assume_constant_result``, which imports the compiler to set this mark.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class _Exported:
-    """A tensor as ``numpy.from_dlpack`` asks for it, without the time that ``__dlpack__`` takes."""
+    """A tensor as input of ``numpy.from_dlpack``, faster than by ``Tensor.__dlpack__``."""
 
     __slots__ = ("tensor",)
 
@@ -112,20 +112,20 @@ class _Exported:
 
 
 def as_numpy(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a CPU tensor as an array, as ``tensor.detach().numpy()`` has it.
+    """A CPU tensor as an array that shares its memory, like ``tensor.detach().numpy()``.
 
-    ``Tensor.numpy()`` makes the storage one that cannot be resized, for good. FSDP2 frees
-    parameters by resizing their storages, so kernels must leave them as they are.
+    ``Tensor.numpy()`` makes the storage permanently non-resizable. FSDP2 frees parameters by
+    resizing their storages, so it must not be called on them.
     """
     if type(tensor) not in _TENSOR_TYPES or not _HAS_DLPACK:
-        # Subclasses have memory of their own, or none; torch says so.
+        # Subclasses may have no memory; Tensor.numpy() then raises an error.
         return tensor.detach().numpy()
     return np.from_dlpack(_Exported(tensor))
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """A context in which tensors are real, also while a program is exported or transformed."""
+    """A context without dispatch modes and transforms, in which new tensors are real tensors."""
     with ExitStack() as stack:
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
@@ -137,47 +137,47 @@ def without_modes() -> Iterator[None]:
 
 
 def keeps_float32(tensor: Tensor) -> bool:
-    """Whether products in the dtype of ``tensor`` round no more than float32 does: not in TF32."""
+    """Whether products in the dtype of ``tensor`` are as precise as float32: TF32 is not."""
     if tensor.itemsize < 4:
         return False
     if tensor.device.type != "cuda" or tensor.dtype == torch.float64:
         return True
     try:
         return not torch._C._get_cublas_allow_tf32()
-    except RuntimeError:  # where both of torch's ways to ask for TF32 were used
+    except RuntimeError:  # if both of torch's APIs for TF32 were used
         return False
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` for plain eager calls.
 
-    The public one asks about transforms of ``torch.func`` and looks at each argument in Python,
-    which costs the host as much as a small operation.
+    The public one checks for ``torch.func`` transforms and inspects each argument in Python, which
+    takes the host as long as a small operation.
     """
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def transforms_are_active() -> bool:
-    """Whether a compiler or a function transform has to see an autograd function itself."""
+    """Whether a compiler or a ``torch.func`` transform must see an autograd function."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def is_functorch_wrapped(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for one that a transform of ``torch.func`` works on."""
+    """Whether ``tensor`` is wrapped by a transform of ``torch.func``."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_vmapped(tensor: Tensor | None) -> bool:
-    """Whether ``tensor`` stands for many: under vmap, or as an upstream gradient of a batch.
+    """Whether ``tensor`` is batched: under ``vmap``, or in a batched backward pass.
 
-    An upstream gradient that is undefined is None.
+    ``tensor`` may be None, an undefined upstream gradient. True in every ``torch.func`` transform.
     """
     wrapped = tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
     return wrapped or torch._C._are_functorch_transforms_active()
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces now.
+    """Whether torch.export is tracing.
 
     Up to torch 2.11 ``torch.compiler.is_exporting()`` is also true while torch.compile traces.
     """
@@ -185,16 +185,16 @@ def is_exporting() -> bool:
 
 
 def host_sync_allowed(tensor: Tensor) -> bool:
-    """Whether the host may read a value of ``tensor``: not while a CUDA graph is captured."""
+    """Whether the host may read values of ``tensor``: not during CUDA graph capture."""
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def values_are_checked(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` are checked now.
+    """Whether to check the values of ``tensor``.
 
-    On a CPU always; on a GPU, where reading one waits for the device, only inside ``debug()``.
+    Always on a CPU; on a GPU, where reading a value waits for the device, only inside ``debug()``.
     """
-    # First: a compiler cannot ask for the context of debug().
+    # Tested first: a compiler cannot trace the context variable of debug().
     if torch.compiler.is_compiling() or is_exporting():
         return False
     if not tensor.is_cpu and (not _checking_device_values.get() or tensor.device.type == "meta"):
@@ -206,12 +206,12 @@ def values_are_checked(tensor: Tensor) -> bool:
 
 @contextmanager
 def debug() -> Iterator[None]:
-    """Check values on every device, also where the check waits for the device.
+    """Check the values of arguments on every device, even if the host has to wait for the device.
 
     Shapes and dtypes are always checked. Values (a target out of range, a distribution that does
-    not sum to 1) are always checked on a CPU; on a GPU reading one would stall the stream, so it
-    is done only inside this context. While torch.compile traces there are no values to read: class
-    ids are checked when the compiled code runs, on a CPU.
+    not sum to 1) are always checked on a CPU. On a GPU reading them would stall the stream, so they
+    are checked only inside this context. While torch.compile traces there are no values to read; on
+    a CPU, class ids are checked when the compiled code runs.
 
     Example:
         >>> import torch, lastlayer
@@ -226,15 +226,15 @@ def debug() -> Iterator[None]:
 
 
 def debugging() -> bool:
-    """Whether this call is inside of ``debug()``."""
+    """Whether this call is inside ``debug()``."""
     return not torch.compiler.is_compiling() and _checking_device_values.get()
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``torch.compiler.disable``, with types, for what no compiler can follow.
+    """``torch.compiler.disable`` with types, for functions that torch.compile cannot trace.
 
-    To disable anything, torch imports its whole compiler, which takes seconds. So this is done
-    only while compiling, when it is loaded already.
+    ``torch.compiler.disable`` imports the whole compiler, which takes seconds. So it is called only
+    while compiling, when the compiler is loaded already.
     """
 
     @wraps(function)
@@ -247,28 +247,28 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def active_ddp() -> object | None:
-    """The ``DistributedDataParallel`` whose forward pass this call is part of; None outside."""
+    """The ``DistributedDataParallel`` module whose forward pass is running, or None."""
     ddp: object | None = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     return ddp
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass that is running was started with ``retain_graph=True``."""
+    """Whether the current backward pass was started with ``retain_graph=True``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass, as a recomputed checkpoint is."""
+    """Whether this thread is inside a backward pass, for example in a recomputed checkpoint."""
     return not torch.compiler.is_compiling() and backward_id() != -1
 
 
 def backward_id() -> int:
-    """The number of the backward pass that is running in this thread; -1 outside of one."""
+    """The id of the current backward pass in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def is_plain_step() -> bool:
-    """Whether this is a training step that nobody repeats: not compiled, not in a checkpoint."""
+    """Whether this is a training step that runs once: not compiled, not in a checkpoint."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -278,18 +278,18 @@ def is_plain_step() -> bool:
 
 
 def saves_tensors_through_hooks() -> bool:
-    """Whether saved tensors go through hooks, as they do inside a checkpoint."""
+    """Whether hooks for saved tensors are active, as inside a checkpoint."""
     hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None
 
 
 def checkpoint_passes() -> tuple[list[object], list[object]]:
-    """The checkpoints that this call runs in: those in their first pass, and those recomputed.
+    """The checkpoints around this call: those in their first pass, and those being recomputed.
 
-    A checkpoint is named by an object that is the same in both passes: the frame of
-    ``torch.utils.checkpoint``, which its saved-tensor hooks hold, or the context of an autograd
-    function that runs what it is given once more in backward, as reentrant checkpoints do.
-    Innermost ones come first. It costs a walk up the Python stack.
+    A checkpoint is identified by an object that is the same in both passes: the frame object of
+    ``torch.utils.checkpoint``, which its saved-tensor hooks hold, or, for reentrant checkpoints,
+    the context of the autograd function that runs its function again in backward. The innermost
+    checkpoint is first. This walks up the Python stack.
     """
     first: list[object] = []
     again: list[object] = []
@@ -314,7 +314,7 @@ def _is_checkpoint(value: Any) -> bool:
 
 
 def _saved_tensors_hooks() -> list[Any]:
-    """All that are active, the last one first."""
+    """All active hooks for saved tensors, the innermost first."""
     hooks: list[Any] = []
     autograd: Any = torch._C._autograd
     if autograd._saved_tensors_hooks_get_disabled_error_message() is None:
@@ -327,22 +327,21 @@ def _saved_tensors_hooks() -> list[Any]:
 
 
 def refuse_second_derivatives(what: str, instead: str) -> None:
-    """Raise in a backward pass with ``create_graph=True``, for what has no second derivatives.
+    """Raise an error in a backward pass with ``create_graph=True``.
 
-    ``torch.autograd.function.once_differentiable`` would let this pass where the upstream gradient
-    is a constant.
+    ``torch.autograd.function.once_differentiable`` raises no error if the upstream gradient is a
+    constant.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            f"backward: {what} has no second derivatives, and create_graph=True asks for them; "
-            f"use {instead}"
+            f"backward: {what} has no second derivatives, got create_graph=True; use {instead}"
         )
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """A context without autocast on the device of ``tensor``, free where autocast is off.
+    """A context that disables autocast on the device of ``tensor``; free if autocast is off.
 
-    Once dtypes are settled autocast would still round sums in float32.
+    Otherwise autocast would still round float32 operands after their dtypes have been chosen.
     """
     device = _device_type(tensor)
     if device == "meta" or not torch.is_autocast_enabled(device):

@@ -122,7 +122,7 @@ def test_two_runs_are_compared_the_worst_first(make_record, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.index("1×2×3") < shown.index("4×5×6")
     assert "torch cross_entropy" not in shown
-    assert "1 of 2 methods of ours are more than 1.03 times as slow; 1 were not" in shown
+    assert "1 of 2 of our methods take more than 1.03 times as long; 1 were not" in shown
     assert diff.report(old, new, limit=1.2, everything=True) == 0
     with pytest.raises(ValueError, match="expected a full run of a method"):
         diff.report(old, RESULTS / "maps-cpu.jsonl", limit=1.0, everything=False)

@@ -59,7 +59,7 @@ def test_what_was_kept_makes_the_page(place):
     assert "8 steps" in page
     assert "of 4 runs were best on validation data before their last step" in page
     assert page.index("A cook at work.") < page.index("What surprised us.")
-    assert "it has not been run yet" in page
+    assert "has not been run yet" in page
 
 
 def test_the_lead_of_two_heads_is_told_at_each_validation(place):

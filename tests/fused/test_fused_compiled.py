@@ -99,7 +99,7 @@ class TestPositives:
             return loss(hidden, weight, lists, offsets=offsets)
 
         given = torch.randn(2, 5), torch.randn(11, 5), torch.tensor([1, 2, 3])
-        with raises(ValueError, "offsets: expected to rise from 0 to 3", "got [0, 1, 9000000]"):
+        with raises(ValueError, "offsets: expected to increase from 0 to 3", "got [0, 1, 9000000]"):
             compiled(step)(*given, torch.tensor([0, 1, 9_000_000]))
 
     def test_values_that_are_no_labels(self, loss):
@@ -222,7 +222,7 @@ class TestFloat8:
 def test_class_weight_that_needs_a_gradient(loss):
     problem = torch.randn(4, 5), torch.randn(11, 5), torch.tensor([1, 2, 10, 3])
     weights = torch.rand(11, requires_grad=True)
-    with raises(ValueError, "class_weight: expected a tensor that needs no gradient", "detach()"):
+    with raises(ValueError, "class_weight: expected requires_grad=False", "detach()"):
         loss(*problem, class_weight=weights)
     loss(*problem, class_weight=weights.detach())
     with torch.no_grad():

@@ -19,7 +19,7 @@ def test_gradients_after_averaging_are_those_of_one_process(tmp_path, seed):
 
 def test_gathering_needs_processes():
     query = torch.randn(2, 3)
-    with pytest.raises(ValueError, match=r"gather: expected False where torch.distributed is not"):
+    with pytest.raises(ValueError, match=r"gather: expected False if torch.distributed is not"):
         info_nce(query, query, gather=True)
     with pytest.raises(ValueError, match=r"gather: expected one of .* got 'odd'"):
         info_nce(query, query, gather="odd")

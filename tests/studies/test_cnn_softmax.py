@@ -57,7 +57,7 @@ def test_words_held_out_are_unknown_everywhere_but_in_the_open_test_text(whole, 
 
 
 def test_too_short_a_text_is_refused(whole):
-    with pytest.raises(ValueError, match="expected at least 4000 words that come 6 to 100 times"):
+    with pytest.raises(ValueError, match="expected at least 4000 words that occur 6 to 100 times"):
         study.hold_out(whole, study.Size(300, 8_000, 2_000, 4))
 
 

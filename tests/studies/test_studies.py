@@ -48,7 +48,7 @@ def test_the_list_has_every_study(capsys):
         (["label-proportions", "--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["label-proportions", "--device", "tpu"], "--device: expected auto, cpu or cuda"),
         (["label-proportions", "--device", "cuda"], "--device: expected cpu, got cuda"),
-        (["huffman-bits"], "--data: expected a folder with 1 more of its files, got no folder"),
+        (["huffman-bits"], "--data: expected a folder with 1 more file(s), got no folder"),
     ],
 )
 def test_bad_options_are_refused(no_data, capsys, tmp_path, arguments, message):

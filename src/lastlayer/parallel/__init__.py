@@ -1,4 +1,4 @@
-"""Heads whose classes are spread over processes and machines, on ``torch.distributed``."""
+"""Heads whose classes are sharded over processes and machines, with ``torch.distributed``."""
 
 from lastlayer.parallel.class_parallel import ClassParallel
 from lastlayer.parallel.communication import Communication, Exchange, communication

@@ -1,4 +1,4 @@
-"""A head whose classes are spread over the processes of a mesh."""
+"""A head whose classes are sharded over the processes of a mesh."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -36,51 +36,53 @@ ASSIGNMENTS = ("auto", "contiguous", "spread")
 
 
 class ClassParallel(Head):
-    r"""A head with its classes spread over processes, each of which has a range of them.
+    r"""A head whose classes are sharded over processes: each process stores and scores a part.
 
-    The loss and all gradients are those of the head in one process with all rows. Parameters with
-    a row per class are DTensors with ``Shard(0)``: no process has more than its part of them, of
-    their gradients and of an optimiser's state. The others are the same in all processes, and
-    their gradients are summed.
+    The loss and all gradients equal those of the head in one process with all rows. Parameters with
+    one row per class become DTensors with ``Shard(0)``: a process stores only its part of them, of
+    their gradients and of the optimiser's state. All other parameters are replicated, and their
+    gradients are summed over processes.
 
     .. math:: \log \sum_c e^{\theta_c} = \log \sum_r e^{\ell_r}, \qquad
               \ell_r = \log \sum_{c \in r} e^{\theta_c}
 
-    What travels is small: for a softmax one number per row, for entmax the few candidates of each
-    process, for binary losses nothing; hidden states go to all processes, and their gradients
-    come back. Sampled heads leave rows where they are, and ask for the vectors of their draws.
-    :func:`lastlayer.parallel.plan` counts it.
+    Scores are never sent. A softmax exchanges one number per row, entmax the few candidates of each
+    process, binary losses nothing. Hidden states are all-gathered, and their gradients are
+    reduce-scattered. Sampled heads keep the rows in place and fetch the vectors of their draws.
+    :func:`lastlayer.parallel.plan` computes the bytes.
 
-    Choose it where the class vectors, or their gradients, are too large for one device; or where
-    fewer rows are in a step than there are classes, and reducing the gradient of all class vectors,
-    as DDP does, takes longer than sending the rows.
+    Choose it if the class vectors or their gradients are too large for one device, or if a step has
+    fewer rows than there are classes, so that sending the rows is faster than reducing the gradient
+    of all class vectors, as DDP does.
 
-    **Averaging.** The loss is that of the rows of all processes, and gradients are its derivatives,
-    divided by nothing. DDP and FSDP2 *average* the gradients of a body over its processes; with
-    ``rows="local"`` and a body inside of one of these give
-    ``hidden_grad_scale=number of processes``, and the body has the gradient of one process with all
-    rows.
+    **Averaging.** The loss covers the rows of all processes, and its gradients are not divided by
+    the number of processes. DDP and FSDP2 *average* the gradients of the backbone over processes.
+    With ``rows="local"`` and a backbone inside DDP or FSDP2, set
+    ``hidden_grad_scale=number of processes``: the backbone then gets the gradient of one process
+    with all rows.
 
-    Every process has to call the head in every step, if with an empty batch, and backward too:
-    they wait for each other.
+    Every process must call the head and run backward in every step, even with an empty batch:
+    the processes wait for each other.
 
     Args:
-        head: the head, the same in all processes; the values of the first one count. It becomes a
-            part of this module. Its classes may be any number, also fewer than processes.
+        head: the head, the same in all processes; the values of the first process are used. It
+            becomes a submodule. Any number of classes works, even fewer than processes.
         mesh: a ``DeviceMesh`` of one dimension, such as ``mesh["classes"]`` of a larger one.
-        rows: "local" where each process has its own rows, any number of them: data parallel.
-            "shared" where all have the same: tensor parallel.
-        assignment: which classes a process has. "contiguous" is a range of them. "spread" puts
-            neighbouring class ids into different processes, so that frequent classes, which mostly
-            come first, are not all in one. "auto" spreads the classes of sampled heads.
-        even_rows: promises that all processes have the same number of rows with ``rows="local"``,
-            and that hidden needs a gradient in all of them or in none; nothing is asked then, which
-            on a GPU is a wait per step. The lengths of lists of labels or classes still are.
-        hidden_grad_scale: what the gradient of hidden is multiplied by.
+        rows: "local" if each process has its own rows, any number of them (data parallel);
+            "shared" if all processes have the same rows (tensor parallel).
+        assignment: how classes are assigned to processes. "contiguous" gives each process a range
+            of class ids. "spread" puts neighbouring class ids into different processes, so that
+            frequent classes, which often have the lowest ids, are not all in one. "auto" is
+            "spread" for sampled heads and "contiguous" for all others.
+        even_rows: promises, with ``rows="local"``, that all processes have the same number of rows,
+            and that hidden needs a gradient in all of them or in none. This saves an exchange per
+            step, for which the host waits on a GPU. Lengths of lists of labels or classes are still
+            exchanged.
+        hidden_grad_scale: factor of the gradient of hidden.
 
     Attributes:
         head: the head, with DTensors.
-        classes: the class ids that this process has, int64.
+        classes: the class ids of this process, int64.
 
     Example:
         >>> import torch
@@ -136,28 +138,28 @@ class ClassParallel(Head):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
-        """A head that no process ever has as a whole: each makes the rows of its own classes.
+        """Build a head without ever storing it whole: each process initialises its own classes.
 
-        Fresh values depend on the seed and on the class, not on the number of processes.
+        Initial values depend on the seed and the class, not on the number of processes.
 
         Args:
             kind: the class of the head, such as ``heads.FullSoftmax``.
-            args: of its constructor.
-            mesh: as of :class:`ClassParallel`.
-            rows: the same.
-            assignment: the same.
-            even_rows: the same.
-            hidden_grad_scale: the same.
-            seed: of the initial values.
-            device: of the parameters; that of the mesh otherwise.
-            options: of the constructor of the head, by name.
+            args: positional arguments of its constructor.
+            mesh: as in :class:`ClassParallel`.
+            rows: as in :class:`ClassParallel`.
+            assignment: as in :class:`ClassParallel`.
+            even_rows: as in :class:`ClassParallel`.
+            hidden_grad_scale: as in :class:`ClassParallel`.
+            seed: seed of the initial values.
+            device: device of the parameters; by default that of the mesh.
+            options: keyword arguments of the head's constructor.
         """
         _check_kind(kind)
         head: Head = kind(*args, device="meta", **options)
         _check_filled(head)
         device = torch.device(mesh.device_type) if device is None else torch.device(device)
         for name, each in head.named_buffers():
-            # Tables of a sampler and counters have values already, and processes agree on them.
+            # Tables of a sampler and counters have values already; they are synchronised below.
             if not each.is_meta:
                 set_tensor(head, name, each.to(device))
         made = cls(
@@ -197,15 +199,15 @@ class ClassParallel(Head):
     def forward(
         self, hidden: Tensor, target: Tensor, offsets: Tensor | None = None, **given: Any
     ) -> Tensor:
-        """The loss of the rows of all processes, the same in each; with "none" of its own rows.
+        """The loss over the rows of all processes; with reduction "none" the losses of own rows.
 
         Args:
             hidden: ``(*batch, in_features)``.
             target: as the head takes it.
-            offsets: as a head takes them whose lists of labels are concatenated, such as
-                :class:`lastlayer.heads.MultiLabel`; these are padded to the longest of all
+            offsets: offsets of concatenated lists of labels, for a head such as
+                :class:`lastlayer.heads.MultiLabel`. The lists are padded to the longest one of all
                 processes, for which the host waits.
-            given: what else the head takes by name.
+            given: other keyword arguments of the head.
         """
         if offsets is not None:
             given["offsets"] = offsets
@@ -227,14 +229,14 @@ class ClassParallel(Head):
         return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
 
     def _meet(self, hidden: Any, check: Callable[[], tuple[int, int | None, Any]]) -> "_Met":
-        """What this process makes of its arguments, once all processes have said theirs are fit.
+        """Checks the arguments, and exchanges sizes and whether they are valid.
 
-        What is wrong in one is an error in all: none waits for another that has raised. With rows
-        that all have, or as many in each, only widths are asked for.
+        Invalid arguments in one process raise an error in all, so that none waits for another that
+        has raised. With shared rows nothing is exchanged, with even rows only the widths.
 
         Args:
             hidden: as given, unchecked.
-            check: gives the number of rows, a width, None where there is none, and anything.
+            check: returns the number of rows, a width or None, and any checked arguments.
         """
         wrong: Exception | None = None
         n, width, made = -1, None, None
@@ -250,7 +252,7 @@ class ClassParallel(Head):
             if self.rows == "shared":
                 return _Met(made, None, width or 0, False)
             if width is not None:
-                # As many rows in each process, but lists of any length.
+                # The numbers of rows are equal, the lengths of lists may differ.
                 width = int(all_gathered(torch.tensor([width], device=device), self.group).max())
             return _Met(made, Shares((n,) * processes, rank, self.group, True), width or 0, False)
         graded = isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled()
@@ -262,8 +264,8 @@ class ClassParallel(Head):
             others = [rank for rank, count in enumerate(counts) if count < 0]
             raise RuntimeError(
                 "hidden, target: expected arguments that fit the head in every process, got others "
-                f"in {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}, "
-                "whose errors say what is wrong with them"
+                f"in {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}; see "
+                "the error raised there"
             )
         of = Shares(tuple(counts), rank, self.group, False)
         return _Met(made, of, max(widths), any(needs_grad))
@@ -296,11 +298,11 @@ class ClassParallel(Head):
     def _as_padded(
         self, hidden: Tensor, target: Any, offsets: Any, values: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Concatenated lists of labels, and their values, as padded ones ``(*batch, longest)``."""
+        """Concatenated lists of labels and their values, padded to ``(*batch, longest)``."""
         head = self.head
         if not isinstance(head, MultiLabel):
             raise TypeError(
-                "offsets: expected None for a head without lists of labels, got some for "
+                "offsets: expected None for a head without lists of labels, got offsets for "
                 f"{type(head).__name__}"
             )
         checked: tuple[Any, ...] = check_lists(
@@ -314,7 +316,7 @@ class ClassParallel(Head):
     def _widened(
         self, ids: Tensor, extra: dict[str, Tensor], width: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Lists as long as the longest of all processes."""
+        """Lists padded to ``width``, the longest of all processes."""
         more = 0, width - ids.shape[1]
         padding = -100 if self.ignore_index is None else self.ignore_index
         return pad(ids, more, value=padding), {
@@ -324,7 +326,7 @@ class ClassParallel(Head):
     def _loss_of_own_rows(
         self, rows: Tensor, ids: Tensor, extra: dict[str, Tensor], of: Shares | None
     ) -> Tensor:
-        """Of rows that stay where they are: this process's own, or its part of shared ones."""
+        """The loss without gathering rows: of own rows, or of a part of the shared ones."""
         head, n = self.head, len(rows)
         (size, *_), rank = _counts(n, of, self.mesh), self.mesh.get_local_rank()
         part = (
@@ -351,11 +353,11 @@ class ClassParallel(Head):
 
     @eager
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Exact log-probabilities, as of :meth:`Head.log_prob`.
+        """Exact log-probabilities, see :meth:`Head.log_prob`.
 
-        Differentiable, once: gradients are those of the sum of what all processes make of their
-        rows; of rows that all have, of what each makes of them alike. All processes run backward
-        then.
+        Differentiable once. The gradients are those of the sum of the processes' losses; with
+        ``rows="shared"``, of the one loss that all processes compute alike. All processes must
+        run backward.
         """
 
         def check() -> tuple[int, int | None, Any]:
@@ -381,7 +383,7 @@ class ClassParallel(Head):
     @eager
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k most probable classes, as of :meth:`Head.topk`: each process sends its best k."""
+        """The k most probable classes, see :meth:`Head.topk`: each process sends its best k."""
 
         def check() -> tuple[int, int, Any]:
             rows = self._check_rows(hidden)
@@ -399,14 +401,14 @@ class ClassParallel(Head):
     def sample(
         self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Independent draws, as of :meth:`Head.sample`.
+        """Independent draws, see :meth:`Head.sample`.
 
-        With rows that all processes have, the numbers of the first one's generator count.
+        With ``rows="shared"`` the random numbers of the first process's generator are used.
         """
 
         def check() -> tuple[int, int, Any]:
             if type(self.head).sample is not Head.sample:
-                # It has none, and says why.
+                # This head cannot sample, and raises an error that says why.
                 self.head.sample(hidden, n_samples)
             rows, n = self._check_rows(hidden), check_int("n_samples", n_samples)
             check_generator(generator, hidden.device)
@@ -434,10 +436,10 @@ class ClassParallel(Head):
         return rows if met.of is None else gathered(rows, met.of)
 
     def _graded(self, rows: Tensor, met: "_Met") -> Tensor:
-        """Rows with their gradient scaled, and summed over processes where all have them."""
+        """Rows whose gradient is scaled, and summed over processes if rows are shared."""
         if not rows.requires_grad:
-            # Where another process needs the gradient of its rows, all of them take part in making
-            # it: without this the others would wait for this one in backward.
+            # If another process needs the gradient of its rows, all processes take part in its
+            # computation. Without this, the others would wait for this one in backward.
             return rows.detach().requires_grad_() if met.needs_grad else rows
         if self.hidden_grad_scale != 1.0:
             rows = _Scaled.apply(rows, self.hidden_grad_scale)
@@ -445,7 +447,7 @@ class ClassParallel(Head):
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, **given: Any) -> None:
-        """Start at the class frequencies; as of the head. Every process has all counts."""
+        """Initialise biases from counts, as the head does; every process passes all counts."""
         spread = {
             name: each
             for name, each in self.head.named_parameters()
@@ -462,14 +464,14 @@ class ClassParallel(Head):
             local_rows(spread[name]).copy_(part)
 
     def gather(self) -> Head:
-        """One head with all classes: in the first process; in the others on the meta device."""
+        """A plain head with all classes in the first process; on the meta device in the others."""
         return gathered_head(self)
 
     def save(self, folder: str | Path) -> None:
-        """Write what ``head.save`` would write; each process writes its rows into one file.
+        """Write the same files as ``head.save``; each process writes its own rows.
 
-        All processes call it, with a folder that all of them see. It opens with ``Head.load`` in
-        one process, and with :meth:`load` in any number.
+        All processes must call it, with a folder that all of them can access. ``Head.load`` reads
+        it in one process, :meth:`load` in any number of processes.
         """
         write_tables(self, Path(folder))
 
@@ -482,19 +484,19 @@ class ClassParallel(Head):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
-        """A saved head over the processes of a mesh, each of which reads its own rows.
+        """Load a saved head and shard it; each process reads only its own rows.
 
         Args:
-            folder: as :meth:`save` wrote it, or ``save`` of a plain head.
-            mesh: as of :class:`ClassParallel`.
-            device: of the parameters; that of the mesh otherwise.
-            options: of :class:`ClassParallel`, by name.
+            folder: written by :meth:`save`, or by ``save`` of a plain head.
+            mesh: as in :class:`ClassParallel`.
+            device: device of the parameters; by default that of the mesh.
+            options: keyword arguments of :class:`ClassParallel`.
         """
         made: Self = read_tables(cls, Path(folder), mesh, device, options)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Processes are not copied: the copy meets the same ones.
+        # Meshes and process groups are not copied: the copy uses the same ones.
         memo |= {id(each): each for each in (self.mesh, self.group)}
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -502,7 +504,7 @@ class ClassParallel(Head):
         return made
 
     def config(self) -> dict[str, Any]:
-        """The arguments of the head; ``cls(**config)`` makes a plain one."""
+        """The arguments of the head; ``cls(**config)`` constructs a plain one."""
         made: dict[str, Any] = self.head.config()
         return made
 
@@ -515,20 +517,20 @@ class ClassParallel(Head):
 
 
 class _Met(NamedTuple):
-    """What a process knows once all have met."""
+    """What a process knows after the exchange at the start of a call."""
 
     made: Any
-    """Of its own arguments, by the check."""
+    """The checked arguments of this process."""
     of: Shares | None
-    """How many rows each process has; None where all have the same rows."""
+    """The number of rows of each process; None if all processes have the same rows."""
     width: int
-    """The largest of all processes."""
+    """The largest width of all processes."""
     needs_grad: bool
-    """Whether the rows of any process need a gradient; not known with even rows."""
+    """Whether the rows of any process need a gradient; always False with shared or even rows."""
 
 
 class _OwnRows(torch.autograd.Function):
-    """The results of this process's rows, from those of all; gradients of all rows are gathered."""
+    """Selects the results of this process's rows; backward gathers all gradients."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, of: Shares) -> Tensor:
@@ -541,7 +543,7 @@ class _OwnRows(torch.autograd.Function):
 
 
 class _OfAllRows(torch.autograd.Function):
-    """Losses of all rows, of which this process computed a part."""
+    """Losses of all rows; backward returns the gradient of the part computed here."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, every: Tensor, part: slice) -> Tensor:
@@ -554,7 +556,7 @@ class _OfAllRows(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """Hidden states whose gradient is multiplied by a number."""
+    """Multiplies the gradient by a constant."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, factor: float) -> Tensor:
@@ -576,7 +578,7 @@ def _reduced_by(head: Any, reduction: str) -> Iterator[None]:
 
 
 def _counts(n: int, of: Shares | None, mesh: Any) -> tuple[int, ...]:
-    """Rows of each process; of rows that all have, how many each takes."""
+    """Number of rows of each process; of shared rows, the number that each one takes."""
     return (-(-n // mesh.size()),) * mesh.size() if of is None else of.counts
 
 
@@ -585,26 +587,25 @@ def _check_head(head: Any) -> None:
         raise TypeError("head: expected a plain head, got a ClassParallel")
     if isinstance(head, SavedModule) and not isinstance(head, Head):
         raise TypeError(
-            f"head: expected one with a vector per class, got {type(head).__name__}, whose "
-            "parameters are few: every process has all of them, inside of DistributedDataParallel "
-            "or fully_shard"
+            f"head: expected a head with one vector per class, got {type(head).__name__}, which "
+            "has too few parameters to shard by class; use DistributedDataParallel or fully_shard"
         )
     if not isinstance(head, Head):
         raise TypeError(
             f"head: expected a lastlayer head, got {type(head).__name__}; FullSoftmax.from_linear "
-            "makes one of an nn.Linear"
+            "converts an nn.Linear"
         )
     sharded = [name for name, each in head.named_parameters() if is_dtensor(each)]
     if sharded:
         raise ValueError(
-            f"head: expected one with plain parameters, got a DTensor in {sharded[0]}; make "
+            f"head: expected plain parameters, got a DTensor in {sharded[0]}; call "
             "ClassParallel(head, mesh) before fully_shard"
         )
 
 
 def _check_kind(kind: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Head)):
-        raise TypeError(f"kind: expected a class of heads, got {kind!r}")
+        raise TypeError(f"kind: expected a Head subclass, got {kind!r}")
 
 
 def _check_mesh(mesh: Any, head: Head) -> None:
@@ -612,38 +613,38 @@ def _check_mesh(mesh: Any, head: Head) -> None:
 
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh: expected a DeviceMesh, got {type(mesh).__name__}; "
-            'torch.distributed.device_mesh.init_device_mesh("cuda", (n,)) makes one'
+            f"mesh: expected a DeviceMesh, got {type(mesh).__name__}; create one with "
+            'torch.distributed.device_mesh.init_device_mesh("cuda", (n,))'
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or "its dimensions"
         raise ValueError(
-            f"mesh: expected one dimension, got {mesh.ndim}; give one of {names}, such as "
+            f"mesh: expected one dimension, got {mesh.ndim}; select one of {names}, such as "
             'mesh["classes"]'
         )
     device = next(head.parameters()).device.type
     if device not in ("meta", mesh.device_type):
         raise ValueError(
-            f"mesh: expected one of {device} devices, as the parameters of the head are, got one "
-            f"of {mesh.device_type}; move the head with .to(device)"
+            f"mesh: expected {device} devices, the device of the head, got {mesh.device_type}; "
+            "move the head with .to(device)"
         )
 
 
 def _check_filled(head: Head) -> None:
-    """Tables of samplers have values, from which no process could make others."""
+    """Tables of samplers must have values: no process could recompute them."""
     for name, each in head.named_buffers():
         if name.startswith("sampler.") and each.is_meta:
             raise ValueError(
-                f"sampler: expected tables with values, got {name} on the meta device; "
-                "ClassParallel.load reads them from a folder"
+                f"sampler: expected tables with values, got {name} on the meta device; load them "
+                "from a folder with ClassParallel.load"
             )
 
 
 def _agree_on_others(head: Head, family: Family, mesh: Any) -> None:
-    """Parameters and buffers that are not spread start as those of the first process.
+    """Broadcasts the parameters and buffers that are not sharded from the first process.
 
-    A head whose parameters are on the meta device may have buffers elsewhere than on the devices
-    of the mesh, whose processes move nothing else.
+    If a head's parameters are on the meta device, its buffers may be on another device than that
+    of the mesh. They are moved to it first, since the group can only send tensors from there.
     """
     names, group, device = {*family.names}, mesh.get_group(), mesh.device_type
     first = torch.distributed.get_global_rank(group, 0)

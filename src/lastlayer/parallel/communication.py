@@ -1,4 +1,4 @@
-"""What a training step of each kind of head sends between processes, known before it is made."""
+"""Computes what processes exchange in a training step of each kind of head, without running it."""
 
 import copy
 import math
@@ -31,22 +31,22 @@ from lastlayer.parallel.families import (
 from lastlayer.parallel.sampler_tables import spreadable_tables
 from lastlayer.samplers import Unigram
 
-# Bytes of a class id, and of a number of rows.
+# Bytes of a class id, and of a row count.
 ID = 8
 
 
 class Exchange(NamedTuple):
-    """Calls of one kind in a training step.
+    """Collective calls of one kind in a training step.
 
     Attributes:
         what: what is sent, such as "hidden states".
         call: "all_gather", "all_reduce", "reduce_scatter" or "all_to_all".
         when: "forward" or "backward".
-        rounds: how many such calls there are.
+        rounds: number of calls.
         nbytes: bytes that a process receives in all of them.
-        floats_per_row: how many numbers a process gives for each row of the batch, before the
-            gradient is known; 0 for what is not sent per row, and for rows that travel themselves.
-        at_most: whether it depends on the data, and these are the most.
+        floats_per_row: numbers that a process sends per row of the batch before the gradient is
+            known; 0 for hidden states and for anything not sent per row.
+        at_most: whether the size depends on the data, so that ``nbytes`` is an upper bound.
     """
 
     what: str
@@ -65,7 +65,7 @@ class Communication:
     Attributes:
         ranks: number of processes.
         rows: rows of each process.
-        exchanges: what they send, in the order in which they do.
+        exchanges: the exchanges, in the order in which they happen.
     """
 
     ranks: int
@@ -97,11 +97,11 @@ class Communication:
 
     @property
     def floats_per_row(self) -> int:
-        """Numbers that a process gives for each row before the gradient of the row is known."""
+        """Numbers that a process sends per row before the gradient of the row is known."""
         return sum(each.floats_per_row for each in self.exchanges)
 
     def calls(self, when: str) -> dict[str, tuple[int, float]]:
-        """Rounds and bytes by the name of the call, as a ``CountedCommunication`` counts them."""
+        """Number of calls and bytes of each kind of call, as in ``CountedCommunication``."""
         made: dict[str, tuple[int, float]] = {}
         for each in self._of(when):
             rounds, nbytes = made.get(each.call, (0, 0.0))
@@ -130,24 +130,24 @@ def communication(
     dtype: torch.dtype | None = None,
     device: str | None = None,
 ) -> Communication:
-    """What the processes of ``ClassParallel(head, mesh)`` exchange in a training step.
+    """Computes what the processes of ``ClassParallel(head, mesh)`` exchange in a training step.
 
-    For ``reduction="mean"`` and "sum"; with "none" what is sent for each row is sent again in
-    backward. Rows that are ignored may be left out of what is sent. Nothing is allocated, so the
-    head may be on the meta device.
+    The figures are for ``reduction="mean"`` and "sum"; with "none" everything that is sent per row
+    is sent again in backward. Ignored rows count here, although they are not always sent. Nothing
+    is allocated, so the head may be on the meta device.
 
     Args:
-        head: the head; or a :class:`ClassParallel`, whose options then count.
+        head: the head; or a :class:`ClassParallel`, whose own options are then used.
         mesh: a ``DeviceMesh`` of one dimension, or the number of processes.
-        rows: rows of each process in a step: batch size times length.
+        rows: rows of each process in a step: batch size times sequence length.
         shared: whether all processes have the same rows, ``ClassParallel(rows="shared")``.
-        even_rows: as of :class:`ClassParallel`.
-        targets: targets of each row, for many labels.
-        asked: of sampled heads, how many different classes a process looks up; by default the
-            most, all draws and one for each target.
-        dtype: of the hidden states; that of the parameters by default.
-        device: "cpu" or "cuda", which decides how many rows are in a chunk; that of the mesh or of
-            the parameters by default.
+        even_rows: as in :class:`ClassParallel`.
+        targets: number of targets per row, for multi-label heads.
+        asked: for sampled heads, the number of different classes that a process looks up; by
+            default the maximum, all draws and one class per target.
+        dtype: dtype of the hidden states; by default that of the parameters.
+        device: "cpu" or "cuda", which determines the number of rows per chunk; by default that of
+            the mesh or of the parameters.
 
     Example:
         >>> from lastlayer import heads, parallel
@@ -164,7 +164,8 @@ def communication(
         backward  reduce_scatter of gradient of hidden: 16.5 MB
 
     Raises:
-        ValueError: where the classes of the head cannot be spread.
+        TypeError: if this type of head cannot be sharded.
+        ValueError: if the options of the head do not allow it.
     """
     ranks, kind = ranks_of(mesh)
     if isinstance(head, ClassParallel):
@@ -207,7 +208,7 @@ def communication(
 
 
 class _Made:
-    """Exchanges as they are found."""
+    """Collects the exchanges of a step."""
 
     def __init__(
         self, head: Any, ranks: int, rows: int, shared: bool, dtype: torch.dtype, device: str
@@ -231,15 +232,15 @@ class _Made:
         self._exchanges.append(Exchange(what, call, when, rounds, received, floats, at_most))
 
     def per_row(self, what: str, floats: int, most: int, when: str = "forward") -> None:
-        """Numbers of each row, in a round for each chunk of rows."""
+        """Adds an all-gather of ``floats`` numbers per row, one call per chunk of rows."""
         size = floats * self.n * self.float
         if when == "backward":
-            # Known by then, and made again.
+            # floats_per_row counts only what is sent before the gradient is known.
             floats = 0
         self.add(what, "all_gather", size, when=when, rounds=self.chunks(most), floats=floats)
 
     def chunks(self, most: int) -> int:
-        """Chunks of all rows, where a process has at most so many classes."""
+        """Number of chunks of all rows, if a process has at most ``most`` classes."""
         step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most)
         return max(1, -(-self.n // step))
 
@@ -266,7 +267,7 @@ class _Made:
             self.add("class weight of the target", "all_reduce", size, floats=1)
         if isinstance(head, SelfNormalized) and head.fraction < 1.0:
             self.add("scores of targets", "all_reduce", self.n * self.float, floats=1)
-            # All classes are scored for so many rows.
+            # The full softmax is computed for this many rows.
             self.n = math.ceil(head.fraction * self.n)
         if isinstance(head, EntmaxHead) and head.alpha != 1.0:
             self.per_row("candidates", TOLD + 1, most)
@@ -281,7 +282,7 @@ class _Made:
         head, (top, *tails) = self.head, family.table_sizes()
         self.per_row("logsumexp of the top", 1, -(-top // self.ranks))
         if tails:
-            # Of a row whose target is in a cluster, with the classes of that one alone.
+            # Only for rows whose target is in a cluster, over the classes of that cluster.
             size, chunks = self.n * self.float, self.chunks(-(-max(tails) // self.ranks))
             self.add(
                 "logsumexp of the clusters", "all_gather", size, rounds=len(tails) + chunks - 1,
@@ -295,7 +296,7 @@ class _Made:
                 self.softmax(-(-each // self.ranks), 1.0)
 
     def tree(self) -> None:
-        """Vectors of nodes that are cut by the end of a process's range, and the loss."""
+        """The loss, and vectors of nodes that span two processes."""
         head = self.head
         beyond = rows_beyond(head.tree, self.ranks)
         if any(beyond):
@@ -303,7 +304,7 @@ class _Made:
         self.loss()
 
     def drawn(self) -> None:
-        """Of rows that are compared with the draws of each process; backward makes scores again."""
+        """Gathered rows compared with each process's draws; backward recomputes the scores."""
         most = -(-self.head._classes_per_step() // self.ranks)
         for when in ("forward", "backward"):
             self.per_row("logsumexp of draws", 1, most, when)
@@ -323,16 +324,16 @@ class _Made:
             self.add("gradient of hidden", "all_reduce", self.hidden_bytes, when="backward")
 
     def sampler_tables(self, targets: int, *, together: bool) -> None:
-        """Entries of the tables of a sampler, which are spread: of draws, and of targets.
+        """Lookups in the sharded tables of a sampler, for draws and for targets.
 
         Args:
-            targets: how many a process asks for.
-            together: whether all processes ask for the same.
+            targets: number of targets that a process looks up.
+            together: whether all processes look up the same targets.
         """
         head = self.head
         sampler: Any = getattr(head, "sampler", None)
         if not spreadable_tables(sampler) or getattr(head, "unique", False):
-            # Draws without replacement have a table of their own, made once.
+            # Draws without replacement use an unsharded table instead, computed once.
             return
         tables = 2 if isinstance(sampler, Unigram) and head._reads_log_prob else 1
         self.add(
@@ -345,28 +346,28 @@ class _Made:
             if together:
                 self.add("sampler entries of targets", "all_reduce", n * ID)
                 continue
-            # Each class once, however many rows have it as their target.
+            # Each class is looked up once, even if several rows have it as their target.
             size = min(n, sampler.n_classes) * ID
-            self.add("how many sampler entries", "all_to_all", self.ranks * ID)
-            for what in ("places of sampler entries", "sampler entries"):
+            self.add("number of sampler entries", "all_to_all", self.ranks * ID)
+            for what in ("indices of sampler entries", "sampler entries"):
                 self.add(what, "all_to_all", size, at_most=True)
 
     def shared_parameters(self, family: Family) -> None:
-        """Gradients of parameters that all processes have alike."""
+        """Gradients of replicated parameters."""
         names = {*family.names}
         for name, each in self.head.named_parameters():
             if name not in names and each.requires_grad:
                 self.add(f"gradient of {name}", "all_reduce", each.nbytes, when="backward")
 
     def looked_up(self, classes: int, *, at_most: bool) -> None:
-        """So many rows of the tables, asked for and sent; gradients go back."""
+        """Lookups of ``classes`` class vectors, and their gradients."""
         head = self.head
         row = sum(
             each.nbytes / max(1, each.shape[0])
             for each in (head.weight, head.bias)
             if each is not None
         )
-        self.add("how many classes", "all_to_all", self.ranks * ID)
+        self.add("number of classes", "all_to_all", self.ranks * ID)
         self.add("class ids", "all_to_all", classes * ID, at_most=at_most)
         self.add("class vectors", "all_to_all", classes * row, at_most=at_most)
         self.add(
@@ -376,9 +377,9 @@ class _Made:
 
 
 def planned_family(head: Any) -> Family:
-    """The family of a head without processes; an error where it cannot be spread."""
+    """The family of a head, without processes; raises an error if it cannot be sharded."""
     if isinstance(head, Head):
-        # A family becomes a part of its head, which stays as it is here.
+        # A family changes its head, so it gets a copy.
         head = copy.copy(head)
     for kind, family in _FAMILIES:
         if isinstance(head, kind) and issubclass(family, SpelledFamily):
@@ -389,13 +390,13 @@ def planned_family(head: Any) -> Family:
 
 
 def moves_vectors(family: Family, ranks: int, rows: int, shared: bool, targets: int) -> bool:
-    """Whether class vectors travel rather than rows, of which each process has so many."""
+    """Whether class vectors are sent rather than the ``rows`` rows of each process."""
     each = -(-rows // ranks) if shared else rows
     return family.moves_vectors((each,) * ranks, targets > 1)
 
 
 def rows_beyond(tree: Any, ranks: int) -> list[int]:
-    """How many rows of other processes belong to the last node of each."""
+    """For each process, the number of rows of its last node that other processes have."""
     arity = np.asarray(tree.arity)
     start = np.concatenate([[0], np.cumsum(np.where(arity == 2, 1, arity))])
     total = int(start[-1])
@@ -410,11 +411,11 @@ def rows_beyond(tree: Any, ranks: int) -> list[int]:
 
 
 def ranks_of(mesh: Any) -> tuple[int, str | None]:
-    """The number of processes, and the device of a mesh."""
+    """The number of processes, and the device type if ``mesh`` is a DeviceMesh."""
     if hasattr(mesh, "device_type"):
         if mesh.ndim != 1:
             raise ValueError(
-                f"mesh: expected one dimension, got {mesh.ndim}; give one of them, such as "
+                f"mesh: expected one dimension, got {mesh.ndim}; select one, such as "
                 'mesh["classes"]'
             )
         return mesh.size(), mesh.device_type
@@ -422,26 +423,26 @@ def ranks_of(mesh: Any) -> tuple[int, str | None]:
 
 
 def head_dtype(head: Any) -> torch.dtype:
-    """That of the parameters."""
+    """The dtype of the parameters."""
     dtype: torch.dtype = next(head.parameters()).dtype
     return dtype
 
 
 def device_of(head: Any, device: str | None) -> str:
-    """The kind of device on which a head would be: as asked for, as it is, or a GPU."""
+    """The device type of a head: as given, else that of its parameters, "cuda" if that is meta."""
     kind = next(head.parameters()).device.type if device is None else device
     return "cuda" if kind == "meta" else kind
 
 
 def row_like(n: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Something of the shape and device of hidden states, without their memory."""
+    """A tensor of the shape and device of hidden states that takes no memory."""
     if device == "cpu":
         return torch.empty(1, 1, dtype=dtype, device="cpu").expand(n, width)
     return torch.empty(n, width, dtype=dtype, device="meta")
 
 
 def as_bytes(number: float) -> str:
-    """A number of bytes for people, in three digits."""
+    """A human-readable number of bytes, with three digits."""
     if number < 999.5:
         return f"{number:.0f} B"
     units = ["B", "kB", "MB", "GB", "TB", "PB"]

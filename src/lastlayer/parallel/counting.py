@@ -1,4 +1,4 @@
-"""A mode that counts what lastlayer sends between processes."""
+"""A context that counts what lastlayer sends between processes."""
 
 from collections import Counter
 from typing import Self
@@ -7,18 +7,17 @@ from lastlayer._processes import LISTENERS
 
 
 class CountedCommunication:
-    """A context that counts the calls between processes and the bytes that this process receives.
+    """A context that counts collective calls and the bytes that this process receives.
 
-    It counts what lastlayer's own functions and heads call, of all groups and threads, forward and
-    backward; not what DDP, FSDP2 or a DTensor do. Bytes are those of a ring: an all-gather of b
-    bytes over P processes receives b · (P - 1), an all-reduce 2 · b · (P - 1) / P, a reduce-scatter
-    of b bytes b · (P - 1) / P, and an all-to-all what the other processes send.
+    It counts the calls of lastlayer's functions and heads, in all groups and threads, forward and
+    backward; not those of DDP, FSDP2 or DTensor. Bytes are those of ring algorithms: an all-gather
+    of b bytes over P processes receives b · (P - 1), an all-reduce 2 · b · (P - 1) / P, a
+    reduce-scatter of b bytes b · (P - 1) / P, and an all-to-all what the other processes send.
 
-    :func:`lastlayer.parallel.communication` says the same in advance.
+    :func:`lastlayer.parallel.communication` computes the same figures in advance.
 
     Attributes:
-        calls: how many there were by name: "all_gather", "all_reduce", "reduce_scatter",
-            "all_to_all".
+        calls: number of calls by name: "all_gather", "all_reduce", "reduce_scatter", "all_to_all".
         received: bytes by the same names.
 
     Example:
@@ -46,12 +45,12 @@ class CountedCommunication:
 
     @property
     def rounds(self) -> int:
-        """All calls."""
+        """Number of calls of all kinds."""
         return self.calls.total()
 
     @property
     def nbytes(self) -> int:
-        """All bytes that this process received."""
+        """Bytes that this process received in all calls."""
         return round(self.received.total())
 
     def __repr__(self) -> str:

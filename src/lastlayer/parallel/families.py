@@ -1,8 +1,8 @@
-"""How the classes of each kind of head are spread over processes.
+"""How the classes of each kind of head are sharded over processes.
 
-A family knows which parameters of a head have a row per class, what a loss exchanges, and the
-log-probabilities of the classes that this process has. Everything else is the same for all of
-them, and is in :mod:`lastlayer.parallel.class_parallel`.
+A family lists the parameters of a head that have one row per class, and computes the loss and the
+log-probabilities of this process's classes. Everything else is common to all heads and is in
+:mod:`lastlayer.parallel.class_parallel`.
 """
 
 from collections.abc import Iterator
@@ -66,20 +66,20 @@ from lastlayer.parallel.sampler_tables import (
 
 
 def family_of(head: Head, mesh: Any, assignment: str) -> "Family":
-    """The family of a head; an error for a head that cannot be spread."""
+    """The family of a head; raises an error for a head that cannot be sharded."""
     for kind, family in _FAMILIES:
         if isinstance(head, kind):
             made: Family = family(head, mesh, assignment)
             return made
     raise TypeError(
-        "head: expected one whose classes can be spread over processes, got "
+        "head: expected a head whose classes can be sharded over processes, got "
         f"{type(head).__name__}; use DistributedDataParallel or fully_shard for it"
     )
 
 
 @contextmanager
 def swapped(module: torch.nn.Module, tensors: dict[str, Any]) -> Iterator[None]:
-    """A context in which parameters and buffers, by their names, are other tensors."""
+    """A context that replaces parameters and buffers, by name, with other tensors."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
@@ -95,7 +95,7 @@ def swapped(module: torch.nn.Module, tensors: dict[str, Any]) -> Iterator[None]:
 
 
 class Family:
-    """A head with some of its parameters spread over the processes of a mesh, by rows."""
+    """A head, some of whose parameters are sharded by rows over the processes of a mesh."""
 
     head: Any
 
@@ -107,29 +107,29 @@ class Family:
         if assignment == "spread":
             raise ValueError(
                 f"assignment: expected 'auto' or 'contiguous' for {type(self.head).__name__}, "
-                "whose tables are not in the order of the classes, got 'spread'"
+                "whose tables are not in the order of the class ids, got 'spread'"
             )
         return Layout(self.head.n_classes)
 
     def prepare(self) -> None:
-        """Before tables are spread: what of the head must not be changed for others."""
+        """Called before tables are sharded; replaces parts that other heads may share."""
 
     @property
     def names(self) -> list[str]:
-        """Parameters and buffers of the head that are spread."""
+        """Names of the parameters and buffers of the head that are sharded."""
         raise NotImplementedError
 
     def by_class(self, name: str) -> bool:  # noqa: ARG002 - for tables in another order
-        """Whether a table has a row per class, in the order of the layout."""
+        """Whether a table has one row per class, in the order of the layout."""
         return False
 
     def table_sizes(self) -> list[int]:
-        """Rows of each of the tables whose ranges are this process's classes."""
+        """Number of rows of each table of classes; each process has a range of each of them."""
         return [self.head.n_classes]
 
     @cached_property
     def shards(self) -> list[Shards]:
-        """Of each of these tables."""
+        """How each of these tables is sharded."""
         return [Shards.even(self.group, size) for size in self.table_sizes()]
 
     @cached_property
@@ -141,16 +141,16 @@ class Family:
         return self.layout.classes_at(rows)
 
     def moves_vectors(self, counts: tuple[int, ...], several: bool) -> bool:  # noqa: ARG002
-        """Whether rows stay in their process, and class vectors are asked for.
+        """Whether rows stay in their process and class vectors are looked up.
 
         Args:
-            counts: rows of each process.
+            counts: number of rows of each process.
             several: whether rows have more than one target.
         """
         return False
 
     def shared_tensors(self) -> dict[str, Tensor]:
-        """Parameters that all processes have alike, with gradients that are summed over them."""
+        """Replicated parameters, with gradients that are summed over processes."""
         names = {*self.names}
         return {
             name: in_all(each, self.group)
@@ -159,16 +159,16 @@ class Family:
         }
 
     def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
-        """The loss of rows that all processes have, with this process's part of the gradient."""
+        """The loss of rows that all processes have, with this process's part of the gradients."""
         with swapped(self.head, self.shared_tensors()):
             made: Tensor = self.head(hidden, self.layout.rows_of(target), **given)
             return made
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What :meth:`log_probs` needs beside rows, in ``dtype``.
+        """The tensors that :meth:`log_probs` needs besides rows, by name, in ``dtype``.
 
-        By default all parameters, by their names: of those that are spread the part of this
-        process; of the others the gradient is summed over processes.
+        By default all parameters: of sharded ones the part of this process; the gradients of
+        replicated ones are summed over processes.
         """
         shared, names = self.shared_tensors(), {*self.names}
         return {
@@ -177,10 +177,10 @@ class Family:
         }
 
     def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-        """Of this process's classes, normalised over those of all processes.
+        """Log-probabilities of this process's classes, normalised over those of all processes.
 
-        The gradients of rows and of what all processes have are this process's part of them. What
-        is exchanged in backward is exchanged by all processes, also by one without a class.
+        The gradients of rows and of replicated tensors are this process's part of them. All
+        processes take part in the exchanges of backward, even one without classes.
         """
         raise NotImplementedError
 
@@ -194,7 +194,7 @@ class LinearFamily(Family):
             if head.loss == "sparsemax" or (head.loss == "asymmetric" and head.label_smoothing):
                 _refuse("loss='zlpr', 'bce' or 'asymmetric' without smoothing for MultiLabel", head)
             if head.calibrator is not None:
-                _refuse("calibrator=None, one for labels in a single process", head)
+                _refuse("calibrator=None, since calibrators work in a single process", head)
 
     def chosen_layout(self, assignment: str) -> Layout:
         n_classes = self.head.n_classes
@@ -218,7 +218,7 @@ class LinearFamily(Family):
         return {name: in_dtype(each, dtype) for name, each in made.items()}
 
     def log_q(self) -> Tensor:
-        """Log-probabilities of this process's classes by the sampler of a sampled head."""
+        """Log-probabilities of this process's classes under the sampler of a sampled head."""
         raise NotImplementedError
 
     def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
@@ -246,7 +246,7 @@ class SelfNormalizedFamily(LinearFamily):
         head._class_weights_spread = self._class_weights
 
     def _targets_here(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows whose target is in this process, and its place here."""
+        """The rows whose target this process has, and the index of the target here."""
         place = self.shards[0].local(target, None)
         rows = (place >= 0).nonzero().squeeze(-1)
         return rows, place[rows]
@@ -268,25 +268,25 @@ class SelfNormalizedFamily(LinearFamily):
 
 
 class SampledFamily(LinearFamily):
-    """Sampled heads: in training a step looks at few classes, which are drawn alike everywhere.
+    """Sampled heads: a training step uses few classes, the same draws in every process.
 
-    Where these are fewer than the rows of all processes, rows stay in their process, and the
-    vectors of targets and draws are asked for. Else rows are gathered, and each process compares
-    them with the draws that it has.
+    If these are fewer than the rows of all processes, rows stay in their process, and the vectors
+    of targets and draws are looked up. Otherwise rows are gathered, and each process scores them
+    against those draws whose vectors it has.
     """
 
     def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, "spread" if assignment == "auto" else assignment)
         if isinstance(head, (AdaptiveImportanceSampling, PartialSoftmax)):
-            _refuse("a head that does not choose its classes by the scores of all of them", head)
+            _refuse("a head that does not select its classes by the scores of all of them", head)
         if isinstance(head, ImportanceSampling) and head.target_ess is not None:
             _refuse("target_ess=None, a fixed number of samples", head)
         if head.sparse:
-            _refuse("sparse=False: a DTensor has no row-sparse gradient", head)
+            _refuse("sparse=False, since a DTensor has no row-sparse gradient", head)
         if isinstance(head, SampledHead) and head.per_rank:
-            _refuse("per_rank=False: all processes draw the same classes", head)
+            _refuse("per_rank=False, since all processes draw the same classes", head)
         self._rows_travel = False
-        # None where the sampler has no tables to be spread.
+        # None if the sampler has no tables to shard.
         self._tables: SpreadTables | None = None
         head._compare_spread = self.compare  # type: ignore[assignment]
 
@@ -318,14 +318,15 @@ class SampledFamily(LinearFamily):
         head = self.head
         if head._takes_all():
             return False
-        # What the rows of all processes are compared with here: a softmax over one target each.
+        # Gathering rows is implemented for a softmax with one target per row.
         by_rows = isinstance(head, SampledSoftmax) and not head.n_head and not several
         vectors, total, processes = head._classes_per_step() + max(counts), sum(counts), len(counts)
-        # Numbers that a process receives each way: with rows their logsumexp of every process too.
+        # Numbers that a process receives in each direction. Gathered rows also exchange one
+        # logsumexp per row and process.
         dearer = vectors * head.in_features > total * (head.in_features + processes)
         self._rows_travel = by_rows and processes > 1 and dearer
         if self._tables is not None:
-            # Rows that travel are the same in all processes, and so are their targets.
+            # Gathered rows are the same in all processes, and so are their targets.
             self._tables.asking = "all" if self._rows_travel else "each"
         return not self._rows_travel
 
@@ -333,7 +334,7 @@ class SampledFamily(LinearFamily):
         self, rows: Tensor, target: Tensor, ids: Tensor, log_expected: Tensor, rule: Rule,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """As ``ComparedHead._compare``, with the classes of all processes."""
+        """``ComparedHead._compare`` with the classes of all processes."""
         if self._rows_travel:
             return self._compare_here(rows, target, ids, log_expected, rule, **more), None
         head = self.head
@@ -344,7 +345,7 @@ class SampledFamily(LinearFamily):
         )  # fmt: skip
 
     def _vectors(self, target: Tensor, ids: Tensor) -> tuple[Any, Any, Tensor, Tensor]:
-        """Vectors and biases of the classes of a step, and where targets and ids are among them."""
+        """Vectors and biases of a step's classes, and targets and ids as indices into them."""
         shard, head = self.shards[0], self.head
         weight, bias = local_part(head.weight), local_part(head.bias)
         if shard.processes == 1:
@@ -363,7 +364,10 @@ class SampledFamily(LinearFamily):
         n_exact: int = 0, temperature: float = 1.0, shift: Tensor | None = None,
         target_log_expected: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Rows of all processes against the draws that this one has; the rest is one number."""
+        """The loss of gathered rows: each process scores the draws that it has.
+
+        Processes exchange the logsumexp of each row's draws and the score of its target.
+        """
         del n_exact
         head, shard, dtype = self.head, self.shards[0], accumulation_dtype(rows.dtype)
         target = target.squeeze(1)
@@ -374,7 +378,7 @@ class SampledFamily(LinearFamily):
         own = self.columns_of(target)
         at = torch.searchsorted(columns, self.layout.rows_of(target)).clamp(max=len(columns) - 1)
         hit = (columns[at] == self.layout.rows_of(target)) & (target >= 0)
-        # The draws of this process are one range, since all are sorted.
+        # The draws are sorted, so those of this process are a contiguous range.
         bounds = torch.tensor([shard.first, shard.first + shard.here], device=ids.device)
         first, last = torch.searchsorted(columns, bounds).tolist()
         mine = columns[first:last] - shard.first
@@ -389,7 +393,7 @@ class SampledFamily(LinearFamily):
             temperature, head.chunk_rows,
         )  # fmt: skip
         if rule.average:
-            # So many draws are left of each row.
+            # Divide by the number of draws of each row that are not its target.
             total = total - (len(ids) - torch.where(hit, times[at], 0)).clamp(min=1).to(dtype).log()
         total = total if shift is None else total + shift.to(dtype)
         here = (own >= 0).nonzero().squeeze(-1)
@@ -409,8 +413,8 @@ class SampledFamily(LinearFamily):
     def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
         several = target.dim() == hidden.dim()
         if not self.head._takes_all():
-            # Each row has its own process's gradient of what all compute alike: rows are counted
-            # in full, and parts add up.
+            # Each process computes the loss of all gathered rows. The gradients of its part of the
+            # classes add up to the full gradients, so nothing is divided.
             made: Tensor = self.head(hidden, target, **given)
             return made
         if several or isinstance(self.head, NegativeSampling):
@@ -418,7 +422,7 @@ class SampledFamily(LinearFamily):
         return super().loss(hidden, target, **given)
 
     def _loss_of_log_probs(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """In eval mode, of heads whose exact loss is made of log-probabilities."""
+        """The exact loss in eval mode, for heads that compute it from log-probabilities."""
         head = self.head
         classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
         counts = torch.ones_like(classes, dtype=torch.bool)
@@ -433,20 +437,20 @@ class SampledFamily(LinearFamily):
         )
 
     def columns_of(self, classes: Tensor) -> Tensor:
-        """Columns of classes in this process, negative for those of others."""
+        """Columns of classes in this process; negative for classes of other processes."""
         shard = self.shards[0]
         place = self.layout.rows_of(classes) - shard.first
         return torch.where((place >= 0) & (place < shard.here), place, ELSEWHERE)
 
 
 class SpelledFamily(Family):
-    """Class vectors that a network makes of spellings: each process makes those of its classes."""
+    """Class vectors computed from spellings: each process computes those of its own classes."""
 
     def __init__(self, head: CharCNNSoftmax, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, assignment)
         shard = self.shards[0]
         self._mine = head.spellings[shard.first : shard.first + shard.here]
-        # In the place of the words of all classes, also where the head moves to another device.
+        # Replaces the words of all classes, also after the head has moved to another device.
         head._make_tables = self._make_tables  # type: ignore[method-assign]
         head._make_ready()
 
@@ -463,7 +467,8 @@ class SpelledFamily(Family):
         head = self.head
         with swapped(head, {name: local_part(head.get_parameter(name)) for name in self.names}):
             if not self._mine:
-                # A part of no rows, which is still a function of the parameters.
+                # An empty part, but still a function of the parameters: their gradients are summed
+                # over all processes.
                 total = torch.stack([each.sum() for each in head.cnn.parameters()]).sum()
                 return (total * 0.0).expand(0, head.in_features)
             made: Tensor = head._made_vectors()
@@ -509,7 +514,7 @@ class BandsFamily(Family):
 
     @cached_property
     def _places(self) -> Tensor:
-        """The places of this process's classes, in the order of its columns."""
+        """Indices of this process's classes in the order of the bands, one per column."""
         device = next(self.head.parameters()).device
         ranges = [
             torch.arange(first + shard.first, first + shard.first + shard.here, device=device)
@@ -599,7 +604,7 @@ class ClustersFamily(Family):
         self, rows: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, factors: Tensor,
         counted: Tensor | None, **more: Any,
     ) -> Tensor:  # fmt: skip
-        """The loss of one of the small softmaxes, whose classes are spread."""
+        """The loss of the top or of one cluster."""
         head = self.head
         if counted is not None:
             target = torch.where(counted, target, IGNORED)
@@ -612,7 +617,7 @@ class ClustersFamily(Family):
     def _spread_evenly(
         self, hidden: Tensor, factors: Tensor, counted: Tensor, shared: dict[str, Tensor]
     ) -> Tensor:
-        """What label smoothing adds: minus the mean log-probability of all classes."""
+        """The term of label smoothing: minus the mean log-probability of all classes."""
         from torch.distributed.tensor import Shard, distribute_tensor
 
         head = self.head
@@ -639,7 +644,8 @@ class ClustersFamily(Family):
         (top, *below), n_top = self.shards, self.head._n_top
         scores = wide_scores(rows, tensors["head_weight"], tensors.get("head_bias"))
         made = spread_log_softmax(top, scores)
-        # Whole clusters are the last columns of the top; who has them tells the others.
+        # The last columns of the top are the clusters. Their log-probabilities are sent to all
+        # processes.
         cut = max(0, min(top.here, n_top - top.first))
         here = top.here - cut
         first = top.first + cut - n_top if here else 0
@@ -654,14 +660,14 @@ class ClustersFamily(Family):
 
 
 class TreeFamily(Family):
-    """The hierarchical softmax: each process has a range of nodes, and adds up what paths have."""
+    """The hierarchical softmax: each process has a range of nodes; their losses are summed."""
 
     def __init__(self, head: HierarchicalSoftmax, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, assignment)
         if head.tree.overlaps:
-            _refuse("a tree that does not overlap: the paths of a class are not a sum", head)
+            _refuse("a tree with one leaf per class, since path losses do not add up", head)
         if head.sparse:
-            _refuse("sparse=False: a DTensor has no row-sparse gradient", head)
+            _refuse("sparse=False, since a DTensor has no row-sparse gradient", head)
         self._part: tuple[torch.device, TreeTables] | None = None
 
     @property
@@ -670,12 +676,12 @@ class TreeFamily(Family):
 
     @cached_property
     def _rows(self) -> Shards:
-        """How rows of the weight are spread."""
+        """How the rows of the weight are sharded."""
         return Shards.even(self.group, self.head.weight.shape[0])
 
     @cached_property
     def _nodes(self) -> tuple[int, int]:
-        """The nodes whose first row is here."""
+        """The range of nodes whose first row this process has."""
         start, shard = self.head._tables.row_start, self._rows
         bounds = torch.tensor([shard.first, shard.first + shard.here], device=start.device)
         first, last = torch.searchsorted(start[:-1].contiguous(), bounds).tolist()
@@ -683,9 +689,9 @@ class TreeFamily(Family):
 
     @cached_property
     def _beyond(self) -> tuple[slice, Tensor, bool]:
-        """Rows of this process that its nodes use, rows of others that belong to its last node.
+        """Local rows that its nodes use, rows of other processes that its last node needs.
 
-        And whether any process needs such.
+        The third value is whether any process needs rows of others.
         """
         tables, shard, (first, last) = self.head._tables, self._rows, self._nodes
         begin, end = tables.row_start[first].item(), tables.row_start[last].item()
@@ -697,7 +703,7 @@ class TreeFamily(Family):
         return slice(int(begin) - shard.first, int(min(end, stop)) - shard.first), rows, any_beyond
 
     def _local(self) -> tuple[TreeTables, Tensor, Tensor | None]:
-        """Tables of this process's nodes, with all of their vectors and biases."""
+        """Tables of this process's nodes, and all of their vectors and biases."""
         head, device = self.head, self.head._tables.path_start.device
         if self._part is None or self._part[0] != device:
             self._part = device, head._tables.part(*self._nodes)
@@ -719,7 +725,7 @@ class TreeFamily(Family):
         known = target.masked_fill(~counted, 0)
         here = tables.path_start[known + 1] > tables.path_start[known]
         some = (here & counted).nonzero().squeeze(-1)
-        # Without a node of any path it is still a function of all parameters.
+        # Without a node on any path, the loss must still be a function of all parameters.
         losses = (
             hidden[:, :0].sum(-1) + weight[:0].sum() + (0.0 if bias is None else bias[:0].sum())
         )
@@ -742,16 +748,16 @@ class TreeFamily(Family):
 
 
 def chosen_here(logs: Tensor, columns: Tensor) -> Tensor:
-    """``logs`` at the columns of each row ``(n, k)``; 0 where these are negative."""
+    """``logs`` at the given columns of each row, ``(n, k)``; 0 for negative columns."""
     if not logs.shape[1]:
-        # Still a function of logs: all processes exchange the same numbers in backward.
+        # Still a function of logs: all processes must take part in the exchanges of backward.
         return logs.new_zeros(columns.shape) + logs.sum()
     return torch.where(columns < 0, 0.0, logs.gather(-1, columns.clamp(min=0)))
 
 
 def _refuse(expected: str, head: Head) -> None:
     raise ValueError(
-        f"head: expected {expected}, to spread its classes over processes, got "
+        f"head: expected {expected}, to shard its classes over processes, got "
         f"{type(head).__name__}({head.extra_repr()})"
     )
 

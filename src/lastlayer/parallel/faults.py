@@ -1,4 +1,4 @@
-"""What goes wrong between processes, said in words: who is missing, and what does not agree."""
+"""Errors between processes: which rank does not answer, and which arguments disagree."""
 
 import time
 import zlib
@@ -13,15 +13,15 @@ from torch import distributed as dist
 from lastlayer._processes import all_gathered
 from lastlayer._torch import debugging, values_are_checked
 
-# Seconds that processes get to say that they are still there, once one call between them failed.
+# After a collective call has failed, processes report within this many seconds that they are alive.
 _GRACE = 5.0
-# Where they say so in the store that they met in.
+# Key of these reports in the store of the process group.
 _KEY = "lastlayer/alive"
 
 
 @contextmanager
 def named_errors(group: Any) -> Iterator[None]:
-    """A context in which a call between processes that fails names those that are missing."""
+    """A context that turns a failed collective call into an error that names the missing ranks."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -40,7 +40,7 @@ def _is_of_the_network(error: Exception) -> bool:
 
 
 def _missing(group: Any) -> str:
-    """The ranks that do not say that they are there, in a few seconds."""
+    """Names the ranks that do not report within a few seconds."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     try:
         store = dist.distributed_c10d._get_default_store()
@@ -54,17 +54,17 @@ def _missing(group: Any) -> str:
                 time.sleep(0.2)
                 waited += 0.2
     except (RuntimeError, dist.DistError):
-        return "the process that keeps the store, which is mostly rank 0"
+        return "the process that hosts the store, usually rank 0"
     if not missing:
-        return "a process in time, though all of them are alive: one has stalled"
+        return "a process in time, although all of them are alive: one has stalled"
     return f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
 
 
 def agree(module: Any, rows: Tensor, ids: Tensor) -> None:
-    """Inside ``lastlayer.debug()``: an error in all processes where they do not fit together.
+    """Inside ``lastlayer.debug()``, raises an error in all processes if their arguments disagree.
 
-    Options of the head, hidden states that are not finite, and, where all processes have the same
-    rows, the targets.
+    Compares the options of the head and, with shared rows, the targets; hidden states must be
+    finite.
     """
     if not debugging() or not values_are_checked(ids):
         return
@@ -80,7 +80,7 @@ def agree(module: Any, rows: Tensor, ids: Tensor) -> None:
     wrong = [rank for rank, (_, is_finite, _) in enumerate(told) if not is_finite]
     if wrong:
         raise ValueError(
-            f"hidden: expected finite numbers in every process, got others in rank {wrong[0]}"
+            f"hidden: expected finite numbers in every process, got inf or NaN in rank {wrong[0]}"
         )
     for place, name in ((0, "options of the head"), (2, "targets")):
         values = [each[place] for each in told]
@@ -88,5 +88,5 @@ def agree(module: Any, rows: Tensor, ids: Tensor) -> None:
         if other:
             raise ValueError(
                 f"{'head' if place == 0 else 'target'}: expected the same {name} in every process, "
-                f"got others in rank {other[0]} than in rank 0"
+                f"got different ones in rank {other[0]} than in rank 0"
             )

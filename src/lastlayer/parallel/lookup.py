@@ -1,8 +1,8 @@
-"""Class vectors that travel: each process asks the others for those of a few classes.
+"""Lookups of rows in sharded tables: each process fetches a few class vectors from the others.
 
-Where a step looks at few classes, as sampled heads do, their vectors are less than the hidden
-states of all processes. Rows stay where they are then, and gradients of vectors go back to the
-process that has them.
+A step of a sampled head uses few classes, whose vectors take fewer bytes than the hidden states of
+all processes. The rows of the batch then stay in place, and the gradients of the vectors are sent
+back to the processes that own them.
 """
 
 from typing import Any
@@ -15,16 +15,18 @@ from lastlayer._torch import accumulation_dtype, in_dtype
 
 
 def looked_up(shards: Shards, rows: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-    """``table[rows]`` of each table, of which this process has the part that ``shards`` says.
+    """``table[rows]`` of each sharded table.
+
+    All processes must call this together. The host waits for the number of rows that each one
+    requests.
 
     Args:
-        shards: how rows of the tables are spread.
-        rows: ascending, each once; other ones in every process.
+        shards: how rows of the tables are sharded.
+        rows: row ids, ascending and unique; each process may request different ones.
         tables: the parts of this process, ``(here, *)``, all of the same dtype.
 
     Returns:
-        One tensor per table, ``(len(rows), *)``. Their gradients are summed over processes. All
-        processes call this together, and the host waits for how many rows each asks for.
+        One tensor per table, ``(len(rows), *)``. Their gradients are summed over processes.
     """
     made: tuple[Tensor, ...] = _LookedUp.apply(shards, rows, *tables)
     return made
@@ -63,7 +65,7 @@ class _LookedUp(torch.autograd.Function):
         widths = [_width(grad) for grad in grads]
         made = []
         for part, shape in zip(found.split(widths, 1), ctx.shapes, strict=True):
-            # In the wider dtype: several processes may have asked for the same row.
+            # Sum in the wider dtype: several processes may have requested the same row.
             total = part.new_zeros(shape, dtype=accumulation_dtype(part.dtype))
             total.index_add_(0, places, part.reshape(len(part), *shape[1:]).to(total.dtype))
             made.append(in_dtype(total, part.dtype))
@@ -75,5 +77,5 @@ def _flat(rows: Tensor) -> Tensor:
 
 
 def _width(table: Tensor) -> int:
-    """Numbers of a row."""
+    """Number of entries per row."""
     return int(torch.Size(table.shape[1:]).numel())

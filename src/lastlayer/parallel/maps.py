@@ -1,7 +1,7 @@
-"""Log-probabilities from scores whose classes are spread over processes, with their gradients.
+"""Log-probabilities from scores whose classes are sharded over processes, with their gradients.
 
-Each process has the scores of its own classes, and gets their log-probabilities. In backward one
-or two numbers per row are summed over processes, which all of them run in the same order. There are
+Each process passes the scores of its own classes and gets their log-probabilities. Backward sums
+one or two numbers per row over processes, so all of them must run it, in the same order. There are
 no second derivatives.
 """
 
@@ -18,10 +18,10 @@ from lastlayer.fused.spread import spread_entmax
 
 
 def spread_log_softmax(shards: Shards, scores: Tensor) -> Tensor:
-    """The log of the softmax over the classes of all processes ``(n, here)``.
+    """Log-softmax over the classes of all processes, ``(n, here)``.
 
-    A fully masked row is -inf, without a gradient. One number per row is exchanged, and one summed
-    in backward.
+    A fully masked row is -inf and has zero gradient. Forward gathers one number per row, and
+    backward sums one.
     """
 
     def logs(scores: Tensor) -> Tensor:
@@ -34,9 +34,9 @@ def spread_log_softmax(shards: Shards, scores: Tensor) -> Tensor:
 
 
 def spread_topk_log_softmax(shards: Shards, scores: Tensor, k: int) -> Tensor:
-    """The same over the k best classes of all processes; -inf, without a gradient, for others.
+    """Log-softmax over the k best classes of all processes; others are -inf, with zero gradient.
 
-    Each process tells its k best scores of a row, and one number per row is summed in backward.
+    Each process sends its k best scores per row. Backward sums one number per row.
     """
 
     def logs(scores: Tensor) -> Tensor:
@@ -56,17 +56,17 @@ def spread_topk_log_softmax(shards: Shards, scores: Tensor, k: int) -> Tensor:
 
 
 def spread_log_entmax(shards: Shards, scores: Tensor, alpha: float) -> Tensor:
-    """The log of entmax over the classes of all processes ``(n, here)``, for alpha above 1.
+    """The log of entmax over the classes of all processes, ``(n, here)``, for alpha above 1.
 
-    It is -inf, without a gradient, outside the support. Two numbers per row are summed in each of
-    the rounds that find the threshold, and two in backward.
+    It is -inf outside the support, with zero gradient. Each round of the search for the threshold
+    sums two numbers per row, and backward sums two.
     """
     made: Tensor = _LogEntmax.apply(scores, shards, alpha)
     return made
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """Scores minus one number per row, the logsumexp of those whose result is not -inf."""
+    """Scores minus their logsumexp, which excludes classes whose result is -inf."""
 
     @staticmethod
     def forward(
@@ -104,6 +104,6 @@ class _LogEntmax(torch.autograd.Function):
         slopes = ((2.0 - ctx.alpha) * logs).exp_().masked_fill_(outside, 0.0)
         pulls = (grad * ((1.0 - ctx.alpha) * logs).exp_()).masked_fill_(outside, 0.0)
         pull, slope = ctx.shards.sum(torch.stack([pulls.sum(-1), slopes.sum(-1)]))
-        # Fully masked rows have no slope, and no gradient.
+        # Fully masked rows have a slope of 0 and zero gradient.
         mean = pull / torch.where(slope == 0, 1.0, slope)
         return pulls - slopes * mean.unsqueeze(-1), None, None

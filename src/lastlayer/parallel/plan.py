@@ -1,4 +1,4 @@
-"""Which layout of a head over processes to take: memory and communication of each, counted."""
+"""Compares layouts of a head over processes by memory and communication."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ from lastlayer.parallel.communication import (
 from lastlayer.parallel.families import Family
 
 LAYOUTS = ("replicate", "fsdp", "class-parallel")
-# A layout that is more work to set up has to save this share of the bytes.
+# A layout that takes more work to set up must save this fraction of the bytes.
 _WORTH = 0.2
-# Of each class, what draws without replacement keep in every process.
+# Bytes per class that draws without replacement store in every process.
 _UNIQUE_BYTES = 16
 
 
@@ -43,12 +43,12 @@ class Memory(NamedTuple):
     """Bytes of a head in one process at the peak of a training step.
 
     Attributes:
-        weights: parameters that the process keeps, and tables such as those of a sampler.
+        weights: parameters that the process stores, and tables such as those of a sampler.
         gradients: their gradients.
         optimizer: the state of the optimiser.
-        gathered: what comes from other processes and is freed: whole tables with FSDP2, rows or
-            class vectors and their gradients with class-parallel.
-        scores: the scores that are held at a time.
+        gathered: temporary tensors received from other processes: whole tables and their gradient
+            with FSDP2, rows or class vectors and their gradients with class-parallel.
+        scores: the scores of one chunk.
     """
 
     weights: int
@@ -67,14 +67,14 @@ class LayoutCost(NamedTuple):
 
     Attributes:
         name: "replicate", "fsdp" or "class-parallel".
-        memory: bytes.
+        memory: bytes in memory.
         bytes_forward: bytes that a process receives in forward.
         bytes_backward: the same in backward.
         rounds_forward: calls in forward, each of which waits for all processes.
         rounds_backward: the same in backward.
-        seconds: of the transfers alone, where the bandwidth was given.
-        fits: whether the memory is enough, where it was given.
-        refused: why the layout is not possible; empty where it is.
+        seconds: time of the transfers alone; None without a bandwidth.
+        fits: whether it fits into memory; None without a limit.
+        refused: why the layout is not possible; empty if it is.
     """
 
     name: str
@@ -94,11 +94,11 @@ class LayoutCost(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Calls in a step."""
+        """Number of calls in a step."""
         return self.rounds_forward + self.rounds_backward
 
     def as_json(self) -> dict[str, Any]:
-        """For JSON."""
+        """A dict that ``json`` can write."""
         if self.refused:
             return {"name": self.name, "refused": self.refused}
         made = self._asdict() | {"memory": self.memory._asdict(), "nbytes": self.nbytes}
@@ -108,7 +108,7 @@ class LayoutCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What each layout of a head costs, and which one to take; ``print(plan)``.
+    """The cost of each layout of a head, and which one to use; ``print(plan)`` shows a table.
 
     Attributes:
         head: the class of the head.
@@ -117,11 +117,11 @@ class Plan:
         ranks: number of processes.
         rows: rows of each process in a step.
         shared: whether all processes have the same rows.
-        dtype: of the parameters.
-        layout: "replicate" (DDP), "fsdp" (FSDP2) or "class-parallel".
+        dtype: dtype of the parameters.
+        layout: the recommended layout: "replicate" (DDP), "fsdp" (FSDP2) or "class-parallel".
         why: the reason, in a sentence.
-        layouts: the cost of each.
-        communication: what class-parallel sends, in detail; None where it is not possible.
+        layouts: the cost of each layout.
+        communication: what class-parallel sends, in detail; None if it is not possible.
     """
 
     head: str
@@ -137,7 +137,7 @@ class Plan:
     communication: Communication | None
 
     def __getitem__(self, name: str) -> LayoutCost:
-        """The cost of a layout, by its name."""
+        """The cost of a layout, by name."""
         for each in self.layouts:
             if each.name == name:
                 return each
@@ -145,11 +145,11 @@ class Plan:
 
     @property
     def chosen(self) -> LayoutCost:
-        """The cost of the layout to take."""
+        """The cost of the recommended layout."""
         return self[self.layout]
 
     def as_json(self) -> dict[str, Any]:
-        """For JSON."""
+        """A dict that ``json`` can write."""
         return {
             "head": self.head, "classes": self.n_classes, "hidden": self.in_features,
             "ranks": self.ranks, "rows": self.rows, "shared": self.shared,
@@ -158,7 +158,7 @@ class Plan:
         }  # fmt: skip
 
     def title(self) -> str:
-        """The problem in a line."""
+        """The head and the processes, in one line."""
         rows = f"the same {self.rows:,}" if self.shared else f"{self.rows:,}"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
@@ -209,25 +209,28 @@ def plan(
     .. math:: \text{DDP: } 2 f W, \qquad \text{FSDP2: } 3 f W, \qquad
               \text{class-parallel: } 2 f N D b + 4 N (P - 1)
 
-    are bytes that a process receives in a step of a softmax, with :math:`f = (P - 1) / P`,
-    W the bytes of the head and N rows of all processes. So class-parallel sends less than DDP while
-    :math:`N < V`, whatever the hidden size, as long as P is small beside 2 D.
+    are the bytes that a process receives in a step of a softmax, with :math:`f = (P - 1) / P`, W
+    the bytes of the head, N the rows of all processes, D the hidden size and b the bytes per number
+    of a hidden state. So class-parallel sends less than DDP while N is below the number of classes,
+    whatever the hidden size, as long as P is small compared with 2 D.
 
-    It counts and measures nothing; a head on the meta device will do, and no memory is taken. Of
-    layouts that fit, the one with the fewest bytes is taken, and of these the simplest.
+    The plan is computed, not measured. The head may be on the meta device; nothing is allocated. Of
+    the layouts that fit into memory, the one that sends the fewest bytes is recommended; a layout
+    that takes more work to set up must send at least 20% less.
 
     Args:
-        head: the head; a :class:`ClassParallel` counts as the head in it.
+        head: the head; for a :class:`ClassParallel`, the head in it.
         mesh: a ``DeviceMesh`` of one dimension, or the number of processes.
-        rows: rows of each process in a step: batch size times length.
-        shared: whether all processes have the same rows, as inside of tensor parallelism.
-        optimizer_slots: numbers per parameter that the optimiser keeps: 2 of Adam, 1 of SGD with
+        rows: rows of each process in a step: batch size times sequence length.
+        shared: whether all processes have the same rows, as in tensor parallelism.
+        optimizer_slots: numbers per parameter in the optimiser's state: 2 for Adam, 1 for SGD with
             momentum or Adagrad.
-        gbps: bandwidth of a process in gigabits per second, to turn bytes into seconds.
-        memory: gigabytes (10⁹ bytes) of each process that the head may take; None for no limit.
-        targets: targets of each row, for many labels.
-        dtype: of the hidden states; that of the parameters by default.
-        device: "cpu" or "cuda", which decides how many scores are held at a time.
+        gbps: bandwidth of a process in gigabits per second, to compute the time of the transfers.
+        memory: gigabytes (10⁹ bytes) per process that the head may use; None for no limit.
+        targets: number of targets per row, for multi-label heads.
+        dtype: dtype of the hidden states; by default that of the parameters.
+        device: "cpu" or "cuda", which determines the chunks of scores; by default that of the mesh
+            or of the parameters.
 
     Example:
         >>> from lastlayer import heads, parallel
@@ -283,13 +286,13 @@ class _Sizes:
         self.parameters = dict(head.named_parameters())
         self.whole = sum(each.nbytes for each in self.parameters.values())
         self.sparse = bool(getattr(head, "sparse", False))
-        # Classes of each softmax that a row may be scored by.
+        # Number of classes of each softmax.
         self.tables = [head.n_classes]
         if isinstance(head, AdaptiveSoftmax | DifferentiatedSoftmax):
             self.tables = planned_family(head).table_sizes()
 
     def replicated(self, targets: int) -> LayoutCost:
-        """DDP: all of it in every process, and gradients that are summed."""
+        """DDP: every process has the whole head; gradients are summed."""
         gradients, sent, rounds = self.whole, 0.0, 0
         if self.sparse:
             touched = self._touched(self.rows, targets)
@@ -298,7 +301,7 @@ class _Sizes:
             sent = received_bytes("all_gather", touched * (row + ID), self.ranks)
             rounds = 2
         elif not self.shared:
-            # Where all have the same rows, they have the same gradients.
+            # With shared rows, gradients are equal in all processes.
             sent, rounds = received_bytes("all_reduce", self.whole, self.ranks), 1
         scores = self._scores(self.rows, 1)
         weights = self.whole + self._buffers(set())
@@ -306,7 +309,7 @@ class _Sizes:
         return LayoutCost(LAYOUTS[0], memory, 0, round(sent), 0, rounds if self.ranks > 1 else 0)
 
     def fully_sharded(self) -> LayoutCost:
-        """FSDP2: a part of each in every process; whole tables are gathered to be used."""
+        """FSDP2: every process has a part of each table; whole tables are gathered for use."""
         if self.sparse:
             return LayoutCost(LAYOUTS[1], refused="FSDP2 reduces dense gradients, not sparse=True")
         part = sum(self._part(each) for each in self.parameters.values())
@@ -320,7 +323,7 @@ class _Sizes:
         return LayoutCost(LAYOUTS[1], memory, once, 2 * once, *rounds)
 
     def class_parallel(self, family: Family, made: Communication, targets: int) -> LayoutCost:
-        """A range of the classes in every process; rows or class vectors travel."""
+        """Every process has a part of the classes; rows or class vectors are sent."""
         names = {*family.names}
         part = sum(
             self._part(each) if name in names else each.nbytes
@@ -344,25 +347,25 @@ class _Sizes:
         )  # fmt: skip
 
     def _buffers(self, spread: set[str]) -> int:
-        """Of tables that are no parameters, such as those of a sampler; some are spread."""
+        """Bytes of buffers, such as tables of a sampler; those named in ``spread`` are sharded."""
         made = sum(
             self._part(each) if name in spread else int(each.nbytes)
             for name, each in self.head.named_buffers()
         )
         if getattr(self.head, "unique", False):
-            # Of each class how probable it is that it is drawn, and the sum up to it.
+            # The inclusion probability of each class, and their cumulative sum.
             made += _UNIQUE_BYTES * self.head.sampler.n_classes
         return made
 
     def _part(self, tensor: Any) -> int:
-        """Of a tensor whose rows are spread evenly."""
+        """Bytes of one part of a tensor whose rows are sharded evenly."""
         if not tensor.dim() or not tensor.shape[0]:
             return int(tensor.nbytes)
         rows: int = -(-tensor.shape[0] // self.ranks)
         return rows * int(tensor.nbytes // tensor.shape[0])
 
     def _touched(self, rows: int, targets: int) -> int:
-        """The most class vectors that a step of a sampled head or of a tree looks at."""
+        """The largest number of class vectors that a step of a sampled head or a tree uses."""
         head = self.head
         if isinstance(head, HierarchicalSoftmax):
             longest = head.tree.max_depth * max(1, head.tree.max_arity - 1)
@@ -371,7 +374,7 @@ class _Sizes:
         return int(min(head.n_classes, drawn + rows * targets))
 
     def _scores(self, n: int, parts: int) -> int:
-        """Bytes of scores at a time, of tables that are spread over so many processes."""
+        """Bytes of one chunk of scores, with the classes sharded into ``parts``."""
         head, like = self.head, row_like(n, self.head.in_features, self.dtype, self.device)
         size, sizes = self.dtype.itemsize, [-(-each // parts) for each in self.tables]
         if isinstance(head, HierarchicalSoftmax):
@@ -382,24 +385,24 @@ class _Sizes:
             return int(min(budget, n * size * (1 + head._classes_per_step())))
         if isinstance(head, MultiLabel):
             return int(n * size * classes_at_a_time("auto", like, sizes[0]))
-        # Bands are side by side; the clusters of an adaptive softmax share their memory.
+        # All bands are stored at once; the clusters of an adaptive softmax reuse one buffer.
         classes = max(sizes) if isinstance(head, AdaptiveSoftmax) else sum(sizes)
         made = size * classes * rows_at_a_time(getattr(head, "chunk_rows", "auto"), like, classes)
         if isinstance(head, CharCNNSoftmax):
-            # Class vectors are made of the spellings, and have a gradient.
+            # Class vectors are computed from the spellings, and have a gradient.
             made += 2 * classes * head.in_features * size
         return int(made)
 
 
 def _reason(error: Exception) -> str:
-    """Of a refusal, without what is known here."""
-    return str(error).partition(": ")[2].partition(", to spread its")[0]
+    """The reason in an error message, without the name of the argument and the head."""
+    return str(error).partition(": ")[2].partition(", to shard its")[0]
 
 
 def _choice(
     layouts: tuple[LayoutCost, ...], ranks: int, shared: bool, memory: float | None
 ) -> tuple[str, str]:
-    """The name of the layout to take, and the reason."""
+    """The name of the recommended layout, and the reason."""
     possible = [each for each in layouts if not each.refused]
     whole = possible[0]
     if ranks == 1:
@@ -409,7 +412,7 @@ def _choice(
         least = min(possible, key=lambda each: each.memory.total)
         return least.name, (
             f"none fits into {memory:g} GB per process; this one needs the least, "
-            f"{as_bytes(least.memory.total)}: take more processes or a smaller hidden size"
+            f"{as_bytes(least.memory.total)}; use more processes or a smaller hidden size"
         )
     best = fitting[0]
     for each in fitting[1:]:
@@ -418,8 +421,8 @@ def _choice(
     spread = layouts[-1]
     if shared and not spread.refused and spread.fits is not False:
         return spread.name, (
-            "all processes have the same rows: each scores a part of the classes, instead of all "
-            "of them doing the same work"
+            "all processes have the same rows, so each computes a part of the classes instead of "
+            "repeating the same work"
         )
     others = [each for each in fitting if each is not best]
     nearest = min(others, key=lambda each: each.nbytes, default=None)
@@ -429,7 +432,7 @@ def _choice(
         shown = f"{times:,.0f}" if times >= 100 else f"{times:.2g}"
         told += f", {shown} times less than {nearest.name} ({as_bytes(nearest.nbytes)})"
     elif nearest is not None:
-        told += f", about what {nearest.name} sends ({as_bytes(nearest.nbytes)}), and it is simpler"
+        told += f", about as much as {nearest.name} ({as_bytes(nearest.nbytes)}), and is simpler"
     large = [each for each in possible if each.fits is False]
     if large:
         sizes = " and ".join(f"{each.name} takes {as_bytes(each.memory.total)}" for each in large)

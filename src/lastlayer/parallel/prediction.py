@@ -1,8 +1,8 @@
-"""Predictions of heads whose classes are spread: each process has the columns of its own.
+"""Predictions of heads whose classes are sharded over processes.
 
-Rows are those of all processes, in the same chunks everywhere. A process computes the
-log-probabilities of its classes; what is sent is what was asked for: those of chosen classes, the
-best k, or the draws.
+Every process has the rows of all processes and computes the log-probabilities of its own classes,
+in the same chunks of rows. Only results are exchanged: the log-probabilities of chosen classes, the
+k best classes, or draws.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks
 from lastlayer.parallel.families import Family, chosen_here
 
-# Numbers held for each row and class of this process.
+# Buffers per chunk, in units of one number per row and class of this process.
 _COPIES = 4.0
 
 
 class Predictions:
-    """Of a family of heads.
+    """Predictions of a head, given its family.
 
-    ``rows`` are those of all processes, and ``of`` says which are whose: each method but
-    :meth:`log_probs_of` has the results of this process's rows. It is None where all processes
-    have the same rows, and want the results of all.
+    ``rows`` are the rows of all processes, and ``of`` is the number of rows of each process. Each
+    method except :meth:`log_probs_of` returns the results of this process's rows. ``of`` is None if
+    all processes have the same rows: each then returns the results of all rows.
     """
 
     def __init__(self, family: Family) -> None:
@@ -37,7 +37,7 @@ class Predictions:
         self._order: Tensor | None = None
 
     def log_probs(self, rows: Tensor, of: Shares | None) -> Tensor:
-        """Of all classes, ``(n, n_classes)``; differentiable."""
+        """Log-probabilities of all classes, ``(n, n_classes)``; differentiable."""
         classes = self._classes_of_all()
         found = [
             _AllColumns.apply(logs, classes, self._family, some, of is None)
@@ -46,9 +46,9 @@ class Predictions:
         return torch.cat(found)
 
     def log_probs_of(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Of chosen classes ``(n, k)`` of all rows; differentiable.
+        """Log-probabilities of chosen classes ``(n, k)`` for all rows; differentiable.
 
-        Backward makes the scores of each chunk of rows again, with what processes exchange for it.
+        Backward recomputes the scores of each chunk of rows, and repeats its exchanges.
         """
         family = self._family
         tensors = family.tensors(rows.dtype)
@@ -63,7 +63,7 @@ class Predictions:
         return sum_of_parts(own, self._group)
 
     def best(self, rows: Tensor, k: int, of: Shares | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids of the k best classes; of equal ones the lower id first."""
+        """Log-probabilities and ids of the k best classes; ties go to the lower id."""
         found = []
         for _, some, logs in self._in_chunks(rows, of):
             values, classes = self._merged(logs, k)
@@ -72,7 +72,7 @@ class Predictions:
         return values, classes
 
     def draw(self, rows: Tensor, uniform: Tensor, of: Shares | None) -> Tensor:
-        """Class ids from numbers in [0, 1), ``(all rows, n_samples)``; -1 for none."""
+        """Class ids from uniform numbers ``(all rows, n_samples)``; -1 for fully masked rows."""
         drawn = [
             self._drawn(logs, uniform[part])[some] for part, some, logs in self._in_chunks(rows, of)
         ]
@@ -84,7 +84,7 @@ class Predictions:
         return row_chunks(rows, most, getattr(head, "chunk_rows", "auto"), _COPIES)
 
     def _in_chunks(self, rows: Tensor, of: Shares | None) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Some rows, which of them are mine, and log-probabilities of this process's classes."""
+        """Yields each chunk of rows, the own rows in it, and this process's log-probabilities."""
         mine = slice(0, len(rows)) if of is None else of.mine
         tensors = self._family.tensors(rows.dtype)
         with without_autocast(rows):
@@ -96,14 +96,14 @@ class Predictions:
 
     @property
     def _by_id(self) -> Tensor:
-        """This process's columns in the order of their classes."""
+        """This process's columns, sorted by class id."""
         classes = self._family.classes
         if self._order is None or self._order.device != classes.device:
             self._order = classes.argsort()
         return self._order
 
     def _columns_of(self, classes: Tensor) -> Tensor:
-        """Columns of this process, negative for classes of others."""
+        """Columns of classes in this process; -1 for classes of other processes."""
         order = self._by_id
         if not len(order):
             return torch.full_like(classes, -1)
@@ -112,7 +112,7 @@ class Predictions:
         return torch.where(ids[place] == classes, order[place], -1)
 
     def _classes_of_all(self) -> Tensor:
-        """Class ids of the columns of each process ``(processes, most)``, n_classes for none."""
+        """Class ids of each process's columns, ``(processes, most)``; padding is n_classes."""
         own = self._family.classes
         sizes = all_gathered(torch.tensor([len(own)], device=own.device), self._group)
         ids = own.new_full((int(sizes.max()),), self._family.head.n_classes)
@@ -120,7 +120,7 @@ class Predictions:
         return all_gathered(ids, self._group)
 
     def _merged(self, logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best of all processes, each of which sends its own k best."""
+        """The k best classes of all processes, from the k best of each."""
         order, some = self._by_id, min(k, logs.shape[1])
         values = logs.new_full((len(logs), k), -torch.inf)
         classes = torch.full(values.shape, self._family.head.n_classes, device=logs.device)
@@ -135,7 +135,7 @@ class Predictions:
         return values, classes.gather(-1, by_id).gather(-1, columns)
 
     def _drawn(self, logs: Tensor, uniform: Tensor) -> Tensor:
-        """By the cumulated probabilities of processes, and of the classes in one of them."""
+        """Inverse transform sampling: first the process, then a class of that process."""
         none = logs.new_full(logs.shape[:1], -torch.inf)
         own = logs.logsumexp(-1) if logs.shape[1] else none
         masses = all_gathered(own.double().exp(), self._group)
@@ -144,7 +144,7 @@ class Predictions:
         begin = end - masses[rank].unsqueeze(-1)
         here = (number >= begin) & (number < end)
         if rank == len(masses) - 1:
-            # What rounding has left beyond the last one.
+            # Rounding can leave numbers beyond the last process.
             here |= number >= end
         drawn = torch.full(uniform.shape, -1, device=uniform.device)
         if logs.shape[1]:
@@ -156,10 +156,10 @@ class Predictions:
 
 
 class _AllColumns(torch.autograd.Function):
-    """Log-probabilities of all classes in their order, from those of each process.
+    """Log-probabilities of all classes in the order of their ids, for the rows ``some``.
 
-    Of the rows ``some`` alone. In backward each process gets the gradients of its own classes from
-    the processes that have the rows; where these are ``shared`` it has them already.
+    In backward each process receives the gradients of its own classes from the processes that have
+    the rows. With ``shared`` rows it has these gradients already.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Heads in torch's own plans for tensor parallel models."""
+"""Heads in the plans of torch's tensor parallelism."""
 
 import copy
 from typing import Any
@@ -10,14 +10,14 @@ from lastlayer.parallel.class_parallel import ClassParallel
 
 
 class ClassParallelStyle(ParallelStyle):
-    """Spreads the classes of a head, for ``torch.distributed.tensor.parallel.parallelize_module``.
+    """Shards the classes of a head, for ``torch.distributed.tensor.parallel.parallelize_module``.
 
-    The head itself becomes a :class:`ClassParallel`, so that whoever holds it has the new one.
+    The head becomes a :class:`ClassParallel` in place, so existing references stay valid.
 
     Args:
-        rows: "shared" where hidden states are the same in all processes, as behind a tensor
-            parallel body; "local" where each has its own.
-        options: of :class:`ClassParallel`, by name.
+        rows: "shared" if hidden states are the same in all processes, as after a tensor-parallel
+            backbone; "local" if each process has its own.
+        options: keyword arguments of :class:`ClassParallel`.
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module

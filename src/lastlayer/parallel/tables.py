@@ -1,7 +1,7 @@
-"""Tables whose rows are spread over processes: made, filled, saved and loaded, a part in each.
+"""Creates, initialises, saves and loads tables whose rows are sharded over processes.
 
-A file of tensors has global shapes, as a plain head writes it. Each process reads and writes its
-own rows of it, so that no process ever has a whole table.
+The saved file is that of a plain head, with tensors of the global shapes. Each process reads and
+writes only its own rows, so no process ever stores a whole table.
 """
 
 import json
@@ -23,9 +23,9 @@ from lastlayer.heads import CharCNNSoftmax, Head, NoiseContrastive
 from lastlayer.parallel.sampler_tables import spreadable_tables, without_state
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
-# Rows whose fresh values come from one generator.
+# Number of rows whose initial values come from one generator.
 _BLOCK = 4096
-# How safetensors calls dtypes, and numpy's of the same size for those it has none of its own for.
+# The names of dtypes in safetensors, and numpy dtypes; of the same size if numpy lacks the dtype.
 _DTYPES = {
     torch.float64: ("F64", np.float64), torch.float32: ("F32", np.float32),
     torch.float16: ("F16", np.float16), torch.bfloat16: ("BF16", np.uint16),
@@ -42,7 +42,7 @@ def value_of(head: torch.nn.Module, name: str) -> Any:
 
 
 def set_tensor(head: torch.nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer of that name."""
+    """Replaces the parameter or buffer of that name."""
     path, _, last = name.rpartition(".")
     owner = head.get_submodule(path)
     if last in owner._parameters:
@@ -54,20 +54,20 @@ def set_tensor(head: torch.nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def local_rows(tensor: Any) -> Tensor:
-    """The rows of a DTensor that this process has, as memory to write to."""
+    """This process's rows of a DTensor, without a gradient; writing to them changes the DTensor."""
     rows: Tensor = tensor.detach().to_local()
     return rows
 
 
 def spread_tensor(tensor: Tensor, mesh: Any, layout: Layout | None) -> Any:
-    """The rows of a tensor over the processes of a mesh; those of the first process count."""
+    """Shards the rows of a tensor over a mesh; the values of the first process are used."""
     tensor = tensor.detach()
     if tensor.is_meta:
         here = Shards.even(mesh.get_group(), tensor.shape[0]).here
         return _from_part(tensor.new_empty(here, *tensor.shape[1:]), mesh, tensor.shape)
     rows = _in_rows(tensor, layout)
     if dist.get_backend(mesh.get_group()) == "gloo" and rows.device.type != "cpu":
-        # It moves tensors of the CPU alone.
+        # gloo only sends CPU tensors.
         shared = rows.cpu()
         dist.broadcast(shared, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
         return _from_part(cut(shared.to(rows.device), mesh, None), mesh, rows.shape)
@@ -75,7 +75,7 @@ def spread_tensor(tensor: Tensor, mesh: Any, layout: Layout | None) -> Any:
 
 
 def cut(values: Tensor, mesh: Any, layout: Layout | None) -> Tensor:
-    """The rows of this process, of values that all processes have."""
+    """This process's rows of values that all processes have."""
     shard = Shards.even(mesh.get_group(), values.shape[0])
     return _in_rows(values, layout)[shard.first : shard.first + shard.here]
 
@@ -86,14 +86,14 @@ def _from_part(part: Tensor, mesh: Any, shape: torch.Size) -> Any:
 
 
 def _in_rows(values: Tensor, layout: Layout | None) -> Tensor:
-    """From the order of classes to that of a table."""
+    """Reorders values from class ids to rows of a table."""
     if layout is None or layout.step == 1:
         return values
     return values[layout.classes_at(torch.arange(layout.n_classes, device=values.device))]
 
 
 def _in_classes(rows: Tensor, layout: Layout | None) -> Tensor:
-    """From the order of a table to that of classes."""
+    """Reorders rows of a table to class ids."""
     if layout is None or layout.step == 1:
         return rows
     return rows[layout.rows_of(torch.arange(layout.n_classes, device=rows.device))]
@@ -101,7 +101,7 @@ def _in_classes(rows: Tensor, layout: Layout | None) -> Tensor:
 
 @torch.no_grad()
 def fill_from_counter(head: Any, family: Any, seed: int, device: torch.device) -> None:
-    """Fresh values in the place of meta tensors; those of a row depend on its number alone."""
+    """Initialises meta tensors; the values of a row depend only on the seed and its index."""
     spread = [name for name in family.names if value_of(head, name).is_meta]
     for name in spread:
         shape, dtype = value_of(head, name).shape, value_of(head, name).dtype
@@ -111,7 +111,7 @@ def fill_from_counter(head: Any, family: Any, seed: int, device: torch.device) -
         for rows, generator, n in _blocks(name, seed, shard):
             fresh = torch.empty(n, *shape[1:], dtype=torch.float32)
             if isinstance(head, CharCNNSoftmax):
-                # As its reset_parameters has them: no biases, and small corrections.
+                # As in its reset_parameters: zero biases and small corrections.
                 fresh = (
                     fresh.zero_()
                     if len(shape) == 1
@@ -132,7 +132,7 @@ def fill_from_counter(head: Any, family: Any, seed: int, device: torch.device) -
 
 
 def _blocks(name: str, seed: int, shard: Shards) -> Iterator[tuple[slice, torch.Generator, int]]:
-    """Rows of this process by the block that they are in, its generator, and its size."""
+    """Yields this process's rows of each block, the block's generator and its size."""
     last = shard.first + shard.here
     for block in range(shard.first // _BLOCK, -(-last // _BLOCK) if shard.here else 0):
         number = zlib.crc32(f"{seed}/{name}/{block}".encode())
@@ -142,7 +142,7 @@ def _blocks(name: str, seed: int, shard: Shards) -> Iterator[tuple[slice, torch.
 
 
 def _fill_others(head: Any, spread: set[str], seed: int, device: torch.device) -> None:
-    """Parameters that all processes have alike."""
+    """Initialises replicated parameters."""
     meta = [name for name, each in head.named_parameters() if name not in spread and each.is_meta]
     for name in meta:
         like = value_of(head, name)
@@ -152,7 +152,7 @@ def _fill_others(head: Any, spread: set[str], seed: int, device: torch.device) -
         fresh.uniform_(-bound, bound, generator=generator)
         set_tensor(head, name, fresh.to(device, like.dtype))
     if isinstance(head, CharCNNSoftmax) and meta:
-        # The network has rules of its own, and draws from torch's generator.
+        # The network has its own initialisation, which uses torch's global generator.
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head.cnn.reset_parameters()
@@ -161,7 +161,7 @@ def _fill_others(head: Any, spread: set[str], seed: int, device: torch.device) -
 
 
 def gathered_head(module: Any) -> Head:
-    """One head with all classes in the first process, in the others on the meta device."""
+    """A plain head with all classes in the first process; on the meta device in the others."""
     from lastlayer.parallel.families import swapped
 
     head, first, whole = module.head, dist.get_rank(module.group) == 0, {}
@@ -183,7 +183,7 @@ def gathered_head(module: Any) -> Head:
 
 
 def _header(head: Any) -> tuple[bytes, dict[str, tuple[int, torch.Size, torch.dtype]]]:
-    """The head of a file for the state, and where in the file each tensor begins."""
+    """The header of a safetensors file for the state, and the offset of each tensor in it."""
     entries, offset, places = {}, 0, {}
     for name, value in head.state_dict().items():
         size = value.numel() * value.element_size()
@@ -207,7 +207,7 @@ def _memory(path: Path, place: tuple[int, torch.Size, torch.dtype], mode: str) -
 
 
 def write_tables(module: Any, folder: Path) -> None:
-    """The state into one file, each process its rows; and what makes the head, last."""
+    """Writes the state to one file, each process its own rows; then the config."""
     head, group, family = module.head, module.group, module._family
     first, path = dist.get_rank(group) == 0, folder / f"{_STATE}.part"
     header, places = _header(head)
@@ -221,8 +221,8 @@ def write_tables(module: Any, folder: Path) -> None:
     dist.barrier(group)
     if not path.is_file():
         raise FileNotFoundError(
-            f"folder: expected one that all processes see, got {folder}, in which process "
-            f"{dist.get_rank(group)} does not find what the first one wrote"
+            f"folder: expected one that all processes can access, got {folder}, where process "
+            f"{dist.get_rank(group)} does not find the file of the first process"
         )
     spread = {*family.names}
     for name, value in head.state_dict().items():
@@ -257,11 +257,11 @@ def _as_bits(values: Tensor) -> Any:
 def read_tables(
     kind: Any, folder: Path, mesh: Any, device: torch.device | str | None, options: dict[str, Any]
 ) -> Any:
-    """A saved head over the processes of a mesh; each reads its own rows."""
+    """Loads a saved head and shards it; each process reads its own rows."""
     for name in (_CONFIG, _STATE):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"folder: expected {_CONFIG} and {_STATE}, as save writes them, got {folder}, "
+                f"folder: expected {_CONFIG} and {_STATE}, as written by save, got {folder}, "
                 f"which has no {name}"
             )
     head: Any = Head.load_config(folder, device="meta")
@@ -289,7 +289,7 @@ def read_tables(
 
 
 def _read(module: Any, name: str, path: Path, place: Any, device: torch.device) -> Any:
-    """A tensor of a file, or the rows of it that this process has."""
+    """Reads a tensor from a file, or this process's rows of it if it is sharded."""
     family, (_, shape, dtype) = module._family, place
     values = _memory(path, place, "r") if shape.numel() else np.empty(tuple(shape))
     if name not in {*family.names}:
@@ -309,11 +309,11 @@ def _as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _places_in(path: Path) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
-    """Where in a file each tensor begins, its shape and its dtype."""
+    """The offset of each tensor in a file, its shape and its dtype."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > path.stat().st_size:
-            raise ValueError(f"folder: expected {path} as save writes it, got one that was cut off")
+            raise ValueError(f"folder: expected {path} as written by save, got a truncated file")
         entries = json.loads(file.read(size))
     return {
         name: (8 + size + each["data_offsets"][0], torch.Size(each["shape"]), _NAMED[each["dtype"]])
