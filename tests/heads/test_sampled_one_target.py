@@ -78,13 +78,20 @@ def mapped(given, change):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Products of half precision in float32 also where torch has none."""
+    """The kernels of a GPU, and products of half precision in float32 where torch has none."""
 
     def wide(left, right, _narrow):
         return left.float() @ right.float()
 
+    def on_gpu(_hidden):
+        from lastlayer.kernels.sampled_rows.triton import OneTarget
+
+        return OneTarget
+
     if DEVICE == "cpu":
         monkeypatch.setattr(sampled, "_wide_product", wide)
+        monkeypatch.setattr(sampled, "_step_of_one_target", on_gpu)
+        monkeypatch.setattr(sampled, "_has_slots", lambda _hidden: True)
 
 
 def run(given, draws, reduction="mean", upstream=None):
