@@ -6,7 +6,7 @@ pieces of the gradient: the gradient of hidden, of the sampled class vectors, an
 score. Backward sums the pieces of each class in float32, in a fixed order.
 
 The usual case, one target per row and shared samples, is :func:`one_target`: three matrix products,
-with kernels before, between and after them. On a GPU the first kernel can also draw the samples.
+with kernels before, between and after them. The first kernel can also draw the samples.
 :func:`general` has all other cases: several targets per row, samples of each row, traced programs,
 and half precision on a CPU.
 """
@@ -141,10 +141,8 @@ class Correction(NamedTuple):
 
 
 def kernels_draw(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-    """Whether :func:`drawn_loss` is available: on a GPU, in eager mode, with one target per row."""
-    return (
-        hidden.device.type == "cuda" and is_eager(hidden) and _has_kernels(hidden, weight, target)
-    )
+    """Whether :func:`drawn_loss` is available: in eager mode, with one target per row."""
+    return is_eager(hidden) and _has_kernels(hidden, weight, target)
 
 
 def drawn_loss(

@@ -158,7 +158,10 @@ class Sampler(TabledModule, ABC):
             return self._log_prob(everything, None)
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
-        """How kernels draw by themselves: a kind of ``kernels.rng``, two tables, the classes."""
+        """How kernels draw by themselves: a kind of ``kernels.rng``, two tables, the classes.
+
+        None for a sampler whose ``_draw`` they do not know, such as a subclass that replaces it.
+        """
         return None
 
     @torch.no_grad()

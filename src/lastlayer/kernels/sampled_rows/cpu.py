@@ -18,13 +18,16 @@ from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype
 from lastlayer.kernels import _cpu
 from lastlayer.kernels._cpu import as_array, by_rows, empty_array
 from lastlayer.kernels._cpu_math import BLOCK, FAST, add_scaled, dot, exp, largest, multiply
+from lastlayer.kernels.rng import GIVEN, LOG_UNIFORM, UNIFORM
+from lastlayer.kernels.rng.draws import draw_range, log_prob_of
 from lastlayer.kernels.sampled_rows import Draws
 
 # The logit of a sampled class with a bias of -inf, where the samples that count are counted: it has
 # no probability, but -inf would say that it was not sampled.
 _MASKED = -1e38
 # Arrays in the place of tensors that are None.
-_NONE = {dtype: as_numpy(torch.empty(0, dtype=dtype)) for dtype in (torch.float32, torch.float64)}
+_DTYPES = torch.float32, torch.float64, torch.int64
+_NONE = {dtype: as_numpy(torch.empty(0, dtype=dtype)) for dtype in _DTYPES}
 
 
 def forward_(
@@ -163,6 +166,17 @@ class OneTarget:
         (n, d), m, dtype = hidden.shape, draws.m, hidden.dtype
         self.columns, self.width, self._factor, self._rule = m, d, factor, rule
         self._weight, self._target = as_array(weight), as_array(target)
+        self._first, self._counts = as_array(draws.first), draws.counts
+        log_expected, table, third = draws.second, None, draws.third
+        kind, number, given = draws.kind, 0.0, draws.kind == GIVEN
+        if not given:
+            log_expected, table = None, draws.second
+        if kind == UNIFORM:
+            number = math.log(draws.n_classes)
+        elif kind == LOG_UNIFORM:
+            number = math.log2(draws.n_classes + 1)
+        elif table is not None:
+            number = float(table.shape[0].bit_length() - 1)
         vectors, self.vectors = empty_array((m, d), dtype)
         self._entries, self.entries = empty_array((m + n,), torch.int64)
         self._ess, self.ess = empty_array((n,), dtype)
@@ -177,9 +191,11 @@ class OneTarget:
 
         _start(
             m + n, d, as_array(self.clean), self._weight, _array(bias, dtype), self._target,
-            _array(row_shift, dtype), as_array(draws.first), _array(draws.second, dtype),
+            _array(row_shift, dtype), self._first, _array(table, torch.int64),
+            _array(third, torch.int64), _array(log_expected, dtype),
             _array(draws.of_targets, dtype).reshape(-1), _array(draws.shift, dtype),
-            _array(upstream, dtype), factor, 1.0 / max(1, counted) if mean else 1.0,
+            _array(upstream, dtype), kind, number, draws.n_classes, draws.less, draws.corrects,
+            draws.targets, factor, 1.0 / max(1, counted) if mean else 1.0,
             _MASKED if rule[3] else -math.inf, vectors, self._entries, self._offset, self._of_rows,
         )  # fmt: skip
 
@@ -215,9 +231,14 @@ class OneTarget:
         return torch.from_numpy(self._of_rows[3])
 
     def total(self, loss: Tensor | None, of_hidden: Tensor | None, _bias: bool) -> None:
-        """Adds up the losses of all rows, and adds the part of the targets to ``of_hidden``."""
+        """Adds up the losses of all rows, and adds the part of the targets to ``of_hidden``.
+
+        The RNG counter advances, since all samples are drawn.
+        """
         if loss is not None:
             _add_up(self._of_rows[3], as_numpy(loss))
+        if self._counts:
+            self._first[1] += 1
         if of_hidden is not None:
             _add_targets(
                 len(self._target), self.width, self._slopes, self._target, self._weight,
@@ -236,16 +257,25 @@ def _number_of_targets(target):
 @by_rows
 @njit(nogil=True, cache=True, error_model="numpy")
 def _start(
-    start, stop, hidden, weight, bias, target, row_shift, ids, log_expected, of_targets, shift,
-    upstream, factor, share, lowest, vectors, entries, offset, of_rows,
+    start, stop, hidden, weight, bias, target, row_shift, first, second, third, log_expected,
+    of_targets, shift, upstream, kind, number, n_classes, less, corrects, targets, factor, share,
+    lowest, vectors, entries, offset, of_rows,
 ):  # fmt: skip
-    """The vector and the offset of each sample; then of each row what follows from its target."""
+    """Draws samples, with the vector and offset of each; prepares the rows from their targets."""
     m = len(offset)
-    for i in range(start, min(stop, m)):
-        one = ids[i]
-        entries[i] = one
+    last = min(stop, m)
+    if kind == GIVEN:
+        entries[start:last] = first[start:last]
+    else:
+        draw_range(start, last, kind, number, n_classes, first, second, entries)
+    for i in range(start, last):
+        one = entries[i]
         vectors[i] = weight[one]
-        offset[i] = -log_expected[i]
+        offset[i] = -less
+        if kind == GIVEN:
+            offset[i] -= log_expected[i]
+        elif corrects:
+            offset[i] -= log_prob_of(one, kind, number, n_classes, third, False)
         if len(bias):
             offset[i] += max(bias[one] * factor, lowest)
     for i in range(max(start, m), stop):
@@ -259,6 +289,10 @@ def _start(
         logit *= factor
         if len(of_targets):
             logit -= of_targets[row]
+        elif targets == 1 and one >= 0:
+            logit -= log_prob_of(one, kind, number, n_classes, third, False) + less
+        elif targets == 2 and one >= 0:
+            move += log_prob_of(one, kind, number, n_classes, third, True)
         if len(shift):
             move += shift[row]
         if len(row_shift):
