@@ -17,7 +17,7 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype
 from lastlayer.kernels import _cpu
 from lastlayer.kernels._cpu import as_array, by_rows, empty_array
-from lastlayer.kernels._cpu_math import BLOCK, FAST, add_scaled, dot, exp, largest, multiply
+from lastlayer.kernels._cpu_math import BLOCK, FAST, add_scaled, dot, exp, largest, log1p, multiply
 from lastlayer.kernels.rng import GIVEN, LOG_UNIFORM, UNIFORM
 from lastlayer.kernels.rng.draws import draw_range, log_prob_of
 from lastlayer.kernels.sampled_rows import Draws
@@ -88,18 +88,7 @@ def _sampled_rows(
             x[i] += move
         scale = real(row_scale[row] * factor) if len(row_scale) else real(0.0)
         if logistic:
-            loss, slope = 0.0, 0.0
-            for i in range(m):
-                # e^-|x|: neither of both overflows.
-                small = math.exp(-abs(x[i]))
-                up = x[i] > real(0.0)
-                loss += math.log1p(small) + (x[i] if up else real(0.0))
-                share = (1.0 if up else small) / (1.0 + small)
-                share = x[i] if math.isnan(x[i]) else share
-                slope += share
-                if len(row_scale):
-                    x[i] = share * scale
-            first[row], second[row] = loss, slope
+            first[row], second[row] = _to_slopes(x, scale, len(row_scale) > 0)
             if scale == real(0.0) and len(row_scale):
                 x[:] = real(0.0)
             continue
@@ -132,6 +121,22 @@ def _count(added, ids, target, drop_hits, n_exact):
                 hit |= ids[i] == one
         count += added[i] != -np.inf and not hit
     return count
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _to_slopes(x, scale, wanted):
+    """Σ log(1 + e^x) and the sum of its slopes; these times ``scale`` in place where wanted."""
+    zero, one = x.dtype.type(0.0), x.dtype.type(1.0)
+    loss, total = 0.0, 0.0
+    for i in range(len(x)):
+        # e^-|x| does not overflow.
+        small = exp(-abs(x[i]))
+        loss += log1p(small) + (x[i] if x[i] > zero else zero)
+        slope = (one if x[i] > zero else small) / (one + small)
+        total += slope
+        if wanted:
+            x[i] = slope * scale
+    return loss, total
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
