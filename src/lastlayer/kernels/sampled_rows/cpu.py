@@ -114,6 +114,11 @@ def _sampled_rows(
 def _count(added, ids, target, drop_hits, n_exact):
     """How many of the drawn columns count."""
     count = 0
+    if len(target) == 1:
+        # Without an inner loop this becomes vector instructions.
+        for i in range(n_exact, len(added)):
+            count += (added[i] != -np.inf) & ((ids[i] != target[0]) | (not drop_hits))
+        return count
     for i in range(n_exact, len(added)):
         hit = False
         if drop_hits:
