@@ -176,11 +176,10 @@ class OneTarget:
         (n, d), m, dtype = hidden.shape, draws.m, hidden.dtype
         self.columns, self.width, self._factor, self._rule = m, d, factor, rule
         self._weight, self._target = as_array(weight), as_array(target)
-        self._first, self._counts = as_array(draws.first), draws.counts
-        log_expected, table, third = draws.second, None, draws.third
-        kind, number, given = draws.kind, 0.0, draws.kind == GIVEN
-        if not given:
-            log_expected, table = None, draws.second
+        # Not contiguous() of the counter, which is written to.
+        self._first, self._counts = as_numpy(draws.first), draws.counts
+        kind, number = draws.kind, 0.0
+        log_expected, table = (draws.second, None) if kind == GIVEN else (None, draws.second)
         if kind == UNIFORM:
             number = math.log(draws.n_classes)
         elif kind == LOG_UNIFORM:
@@ -198,11 +197,10 @@ class OneTarget:
         self._of_rows = _cpu.new_array((4, n), vectors.dtype)
         counted = _number_of_targets(self._target)
         self.clean = hidden if counted == n else torch.where(target >= 0, hidden, 0.0)
-
         _start(
             m + n, d, as_array(self.clean), self._weight, _array(bias, dtype), self._target,
             _array(row_shift, dtype), self._first, _array(table, torch.int64),
-            _array(third, torch.int64), _array(log_expected, dtype),
+            _array(draws.third, torch.int64), _array(log_expected, dtype),
             _array(draws.of_targets, dtype).reshape(-1), _array(draws.shift, dtype),
             _array(upstream, dtype), kind, number, draws.n_classes, draws.less, draws.corrects,
             draws.targets, factor, 1.0 / max(1, counted) if mean else 1.0,
