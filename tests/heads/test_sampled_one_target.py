@@ -78,13 +78,20 @@ def mapped(given, change):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Products of half precision in float32 also where torch has none."""
+    """The kernels of a GPU, and products of half precision in float32 where torch has none."""
 
     def wide(left, right, _narrow):
         return left.float() @ right.float()
 
+    def on_gpu(_hidden):
+        from lastlayer.kernels.sampled_rows.triton import OneTarget
+
+        return OneTarget
+
     if DEVICE == "cpu":
         monkeypatch.setattr(sampled, "_wide_product", wide)
+        monkeypatch.setattr(sampled, "_step_of_one_target", on_gpu)
+        monkeypatch.setattr(sampled, "_has_slots", lambda _hidden: True)
 
 
 def run(given, draws, reduction="mean", upstream=None):
@@ -293,3 +300,81 @@ def test_slots_have_the_sums_of_classes(sparse, dtypes):
         found = torch.zeros_like(expected).index_add_(0, keys[0], made) if sparse else made
         assert made.dtype == dtype
         torch.testing.assert_close(found, expected)
+
+
+class TestOnACpu:
+    """The same pass through the kernels of a CPU."""
+
+    @pytest.fixture(autouse=True)
+    def numba(self):
+        if kernels.available()["cpu"] is not None:
+            pytest.skip("numba is not installed")
+
+    @staticmethod
+    def given(rule, full, dtype):
+        made = problem(9, 20, 24, 30, rule, full)
+        return mapped(made, lambda x: x.cpu().to(dtype) if x.is_floating_point() else x.cpu())
+
+    @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    @pytest.mark.parametrize("full", [True, False])
+    def test_it_agrees_with_the_general_pass(self, rule, dtype, full):
+        given = self.given(rule, full, dtype)
+        truth = general(mapped(given, lambda x: x.double() if x.is_floating_point() else x))
+        given.hidden[::4] = torch.nan
+        draws = Draws(
+            GIVEN, 20, given.ids, given.log_expected, of_targets=given.target_log_expected,
+            shift=given.shift,
+        )  # fmt: skip
+        loss, pieces, (ess,), size = run(given, draws)
+        of_hidden, push, columns, column_biases, slopes, entries = pieces
+        assert size is None
+        assert torch.equal(entries, truth.entries)
+        bound = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
+        pairs = [
+            (loss, truth.losses.sum()), (of_hidden, truth.hidden), (columns, truth.columns),
+            (slopes, truth.slopes), (column_biases, truth.column_biases),
+            (push, truth.push if full and rule.logistic else None),
+            (ess, torch.zeros_like(truth.ess) if rule.logistic else truth.ess),
+        ]  # fmt: skip
+        for made, expected in pairs:
+            if expected is not None:
+                torch.testing.assert_close(made, expected.to(dtype), **bound)
+
+    @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
+    @pytest.mark.parametrize("targets", [0, 1, 2])
+    def test_it_draws_what_the_sampler_draws(self, sampler, targets):
+        given, sampler = self.given(Rule(average=True), True, torch.float64), sampler()
+        given, m, counter = given._replace(n_exact=0), 11, torch.tensor([5, 3])
+        kind, *tables, n_classes = sampler._tables()
+        less, target = math.log(m), given.target[:, 0]
+        drawn = run(
+            given, Draws(kind, m, counter, *tables, n_classes, less, True, targets, counts=True)
+        )
+        assert counter.tolist() == [5, 4]
+        ids = sampler.sample(m, rng_counter=(5, 3))
+        log_prob = sampler.log_prob(ids, dtype=torch.float64)
+        of_target = sampler.log_prob(target.clamp(min=0), dtype=torch.float64) + less
+        shift = sampler.log_complement(target, dtype=torch.float64)
+        right = run(
+            given,
+            Draws(
+                GIVEN, m, ids, log_prob + less, of_targets=of_target if targets == 1 else None,
+                shift=shift if targets == 2 else None,
+            ),
+        )  # fmt: skip
+        assert torch.equal(drawn.pieces[-1], right.pieces[-1])
+        for made, expected in zip(drawn.pieces[:-1], right.pieces[:-1], strict=True):
+            if expected is not None:
+                torch.testing.assert_close(made, expected)
+        torch.testing.assert_close(drawn.loss, right.loss)
+
+    def test_a_sampler_that_draws_in_its_own_way_is_asked(self):
+        class Last(samplers.Unigram):
+            def _draw_both(self, n, _counter, _context):
+                ids = torch.full((n,), self.n_classes - 1)
+                return samplers.Sampled(ids, self.log_prob(ids))
+
+        head = ImportanceSampling(8, V, Last(COUNTS), 12, sparse=True)
+        head(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)).backward()
+        assert head.weight.grad.coalesce().indices().tolist() == [[0, V - 1]]

@@ -5,9 +5,10 @@ the samples are one matrix product. A :class:`Rule` selects the loss. The forwar
 pieces of the gradient: the gradient of hidden, of the sampled class vectors, and of each target's
 score. Backward sums the pieces of each class in float32, in a fixed order.
 
-On a GPU the usual case, one target per row and shared samples, is :func:`one_target`: three
-matrix products, with one kernel before, between and after them. The first kernel can also draw the
-samples.
+The usual case, one target per row and shared samples, is :func:`one_target`: three matrix products,
+with kernels before, between and after them. The first kernel can also draw the samples.
+:func:`general` has all other cases: several targets per row, samples of each row, traced programs,
+and half precision on a CPU.
 """
 
 from collections.abc import Sequence
@@ -140,10 +141,8 @@ class Correction(NamedTuple):
 
 
 def kernels_draw(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-    """Whether :func:`drawn_loss` is available: on a GPU, in eager mode, with one target per row."""
-    return (
-        hidden.device.type == "cuda" and is_eager(hidden) and _has_kernels(hidden, weight, target)
-    )
+    """Whether :func:`drawn_loss` is available: in eager mode, with one target per row."""
+    return is_eager(hidden) and _has_kernels(hidden, weight, target)
 
 
 def drawn_loss(
@@ -385,43 +384,60 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
 
 
 def _has_kernels(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-    """Whether the Triton kernels of :func:`one_target` support a problem."""
+    """Whether the kernels of :func:`one_target` support a problem."""
+    if not target.shape[1] == 1 <= target.shape[0]:
+        return False
+    if hidden.is_cpu:
+        # Numba has no half precision.
+        return (
+            hidden.dtype == weight.dtype == accumulation_dtype(hidden.dtype)
+            and weight.is_contiguous()
+            and kernels.selected("sampled_rows_", "cpu") == "cpu"
+        )
     return (
         hidden.device.type == "cuda"
-        and target.shape[1] == 1 <= target.shape[0]
         and weight.shape[0] <= _INT32_CLASSES
         and weight.dtype != torch.float64
         and kernels.selected("sampled_rows_", "cuda", hidden.dtype) == "triton"
     )
 
 
-def one_target(call: Call, draws: Draws) -> Result:
-    """The loss for one target per row and shared samples, on a GPU.
+def _step_of_one_target(hidden: Tensor) -> Any:
+    """The class with the kernels around the products of :func:`one_target` on this device."""
+    if hidden.is_cpu:
+        from lastlayer.kernels.sampled_rows.cpu import OneTarget as OnCpu
 
-    The three matrix products take most of the time. Separate launches for the small operations
-    around them would take longer than the products, so these are fused into three kernels: before,
-    between and after the products.
-    """
+        return OnCpu
     from lastlayer.kernels.sampled_rows.triton import OneTarget
 
+    return OneTarget
+
+
+def one_target(call: Call, draws: Draws) -> Result:
+    """The loss for one target per row and shared samples.
+
+    Separate calls of torch for the small operations around the three matrix products would take
+    longer than the products of a small problem on a CPU, or of a usual one on a GPU, so these are
+    fused into kernels: before, between and after the products.
+    """
     (hidden, weight, bias, row_shift, target, *_), options, reduction, wanted, upstream = call
     (temperature, n_exact, rule, chunk_rows), dtype = options[:4], hidden.dtype
     (n, d), device, wants = hidden.shape, hidden.device, call.makes_gradients
     to_hidden, to_weight, to_bias, to_shift = wanted if wants else (False,) * 4
-    mean, narrow, size = reduction == "mean", dtype != torch.float32, None
+    mean, narrow, size = reduction == "mean", dtype.itemsize < 4, None
     if upstream is not None:
-        upstream, size = normalized_factors(in_dtype(upstream, torch.float32), dtype)
+        upstream, size = normalized_factors(in_dtype(upstream, accumulation_dtype(dtype)), dtype)
     target = target.contiguous()
     bias, row_shift, shift = (
         None if each is None else each.contiguous() for each in (bias, row_shift, draws.shift)
     )
     draws = draws if shift is draws.shift else draws._replace(shift=shift)
     chunk = rows_at_a_time(chunk_rows, n, draws.m, hidden, narrow)
-    wide = {"device": device, "dtype": torch.float32}
+    wide = {"device": device, "dtype": accumulation_dtype(dtype)}
     with without_autocast(hidden):
-        step = OneTarget(
+        step = _step_of_one_target(hidden)(
             hidden, weight, bias, target, row_shift, draws, 1.0 / temperature, mean, to_bias,
-            chunk, upstream,
+            chunk, upstream, rule,
         )  # fmt: skip
         clean, vectors, width = step.clean, step.vectors, step.width
         # In float16 a factor of 1 / n would underflow: gradients are divided by n at the end.
@@ -443,9 +459,7 @@ def one_target(call: Call, draws: Draws) -> Result:
                 scores = scores_into(memory, some, vectors, None)
             # A half-precision gradient overwrites the scores row by row.
             slopes = scores.view(dtype)[:, : step.columns] if narrow else scores
-            step.rows(
-                scores, slopes, start, push if rule[0] else None, n_exact, rule, divides, wants
-            )
+            step.rows(scores, slopes, start, push if rule[0] else None, n_exact, divides, wants)
             if of_hidden is not None:
                 multiply(of_hidden[start : start + chunk], slopes, vectors)
             elif to_hidden:
@@ -463,6 +477,10 @@ def one_target(call: Call, draws: Draws) -> Result:
         of_hidden = of_hidden[:, :d].contiguous()
     if not (to_weight or to_bias):
         return Result(loss, (of_hidden, push, *(None,) * 4), (step.ess,), size)
+    if not _has_slots(hidden):
+        # Gradients of biases are apart, and nothing is padded.
+        pieces = of_hidden, push, columns, step.column_biases, step.numbers, step.entries
+        return Result(loss, pieces, (step.ess,), size)
     if columns is None:
         columns = step.numbers.new_empty(draws.m, 0)
     elif columns.shape != (draws.m, d):

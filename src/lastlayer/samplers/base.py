@@ -158,7 +158,10 @@ class Sampler(TabledModule, ABC):
             return self._log_prob(everything, None)
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
-        """For kernels that draw: the kind in ``kernels.rng``, two tables, number of classes."""
+        """For kernels that draw: the kind in ``kernels.rng``, two tables, number of classes.
+
+        None if they cannot draw as ``_draw`` does, such as for a subclass that replaces it.
+        """
         return None
 
     @torch.no_grad()

@@ -42,7 +42,9 @@ class Uniform(Sampler):
         log_prob = torch.full_like(ids, -math.log(self.n_classes), dtype=torch.float32)
         return Sampled(ids, log_prob)
 
-    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
+    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
+        if type(self) is not Uniform:
+            return None
         return rng.UNIFORM, None, None, self.n_classes
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
@@ -121,7 +123,9 @@ class LogUniform(Sampler):
         rank, _ = rng.log_uniform("auto", rng_counter, None, n, self.n_classes)
         return Sampled(self._entries("order", rank, drawn=True), self._log_prob_at(rank))
 
-    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
+    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
+        if type(self) is not LogUniform:
+            return None
         # Attributes of a module are slow to look up.
         own = self._buffers
         return rng.LOG_UNIFORM, own["order"], own["rank"], self.n_classes

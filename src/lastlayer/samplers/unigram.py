@@ -112,7 +112,9 @@ class Unigram(Sampler):
             return Sampled(ids, log_prob.float())
         return Sampled(*rng.draw("auto", self.table, self.weight, rng_counter, n))
 
-    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
+    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
+        if type(self) is not Unigram:
+            return None
         return rng.ALIAS, self.table, self.weight, self.n_classes
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:

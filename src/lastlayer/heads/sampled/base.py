@@ -257,7 +257,10 @@ class SampledHead(ComparedHead):
         return loss
 
     def _correction(self) -> Correction | None:
-        """The correction of classes that a kernel samples; None if the kernel cannot."""
+        """The correction of classes that a kernel samples; None if the kernel cannot.
+
+        A subclass that replaces :meth:`_draw` returns None.
+        """
         return None
 
     def _reads_targets(self) -> bool:

@@ -12,7 +12,7 @@ from lastlayer import kernels
 from lastlayer._checks import check_int, check_positive, check_tensor
 from lastlayer._torch import accumulation_dtype, in_backward, in_dtype
 from lastlayer.fused import linear_cross_entropy
-from lastlayer.fused.sampled import Rule, sampled_loss
+from lastlayer.fused.sampled import Correction, Rule, sampled_loss
 from lastlayer.heads.recipes import Recipe, sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions
 from lastlayer.samplers import AdaptiveNGram, Sampler, fork
@@ -101,6 +101,11 @@ class ImportanceSampling(SampledHead):
         _check_stopping(target_ess, self.n_samples, max_samples)
         self.target_ess, self.max_samples = target_ess, max_samples
         self.n_drawn = self.took_all = None
+
+    def _correction(self) -> Correction | None:
+        if self.target_ess is not None:
+            return None
+        return Correction(SELF_NORMALISED, less=math.log(self.n_samples))
 
     def _loss_of_step(
         self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor

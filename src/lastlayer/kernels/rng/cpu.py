@@ -10,7 +10,7 @@ from torch import Tensor
 from lastlayer._torch import as_numpy
 from lastlayer.kernels._cpu import by_rows, empty_array
 from lastlayer.kernels._cpu_math import philox
-from lastlayer.kernels.rng import SERIES, SQRT_2
+from lastlayer.kernels.rng.draws import alias_class, integer_below, log_uniform_rank
 
 
 def words(counter: Tensor, n: int) -> Tensor:
@@ -55,14 +55,9 @@ def _integer_rows(start, stop, below, counter, ids):
     seed, step = np.uint64(counter[0]), np.uint64(counter[1])
     for block in range(start, stop):
         a, b, c, d = philox(np.uint64(block), seed, step)
-        ids[2 * block] = _scaled(np.int64(a), np.int64(b), below)
+        ids[2 * block] = integer_below(np.int64(a), np.int64(b), below)
         if 2 * block + 1 < len(ids):
-            ids[2 * block + 1] = _scaled(np.int64(c), np.int64(d), below)
-
-
-@njit(nogil=True, inline="always")
-def _scaled(upper, lower, below):
-    return (upper * below + (lower * below >> 32)) >> 32
+            ids[2 * block + 1] = integer_below(np.int64(c), np.int64(d), below)
 
 
 @by_rows
@@ -71,24 +66,12 @@ def _rank_rows(start, stop, octaves, n_classes, counter, ids, log_prob):
     seed, step = np.uint64(counter[0]), np.uint64(counter[1])
     for block in range(start, stop):
         a, b, c, d = philox(np.uint64(block), seed, step)
-        ids[2 * block] = _rank(np.int64(a), np.int64(b), octaves, n_classes)
+        ids[2 * block] = log_uniform_rank(np.int64(a), np.int64(b), octaves, n_classes)
         if 2 * block + 1 < len(ids):
-            ids[2 * block + 1] = _rank(np.int64(c), np.int64(d), octaves, n_classes)
+            ids[2 * block + 1] = log_uniform_rank(np.int64(c), np.int64(d), octaves, n_classes)
     log_total = math.log1p(n_classes)
     for place in range(2 * start, min(2 * stop, len(ids))):
         log_prob[place] = math.log(math.log1p(1.0 / (ids[place] + 1.0)) / log_total)
-
-
-@njit(nogil=True, inline="always")
-def _rank(upper, lower, octaves, n_classes):
-    exponent = np.float64(upper << 21 | lower >> 11) * 2.0**-53 * octaves
-    octave = math.floor(exponent)
-    place = exponent - octave - 0.5
-    power = SERIES[0]
-    for k in range(1, len(SERIES)):
-        power = power * place + SERIES[k]
-    rank = np.int64(power * SQRT_2 * np.float64(np.int64(1) << np.int64(octave))) - 1
-    return min(max(rank, 0), n_classes - 1)
 
 
 # Cost of two draws in entries of a plain loop, to choose the number of threads: draws miss the
@@ -131,16 +114,9 @@ def _draw_rows(start, stop, bits, table, weight, counter, ids, log_prob):
     log_total = (bits + 32) * math.log(2.0)
     for block in range(start, stop):
         a, b, c, d = philox(np.uint64(block), seed, step)
-        ids[2 * block] = _chosen(table, bits, np.int64(a), np.int64(b))
+        ids[2 * block] = alias_class(table, bits, np.int64(a), np.int64(b))
         if 2 * block + 1 < len(ids):
-            ids[2 * block + 1] = _chosen(table, bits, np.int64(c), np.int64(d))
+            ids[2 * block + 1] = alias_class(table, bits, np.int64(c), np.int64(d))
     # In a separate loop, so that the independent reads overlap.
     for place in range(2 * start, min(2 * stop, len(ids))):
         log_prob[place] = math.log(weight[ids[place]]) - log_total
-
-
-@njit(nogil=True, inline="always")
-def _chosen(table, bits, upper, lower):
-    column = upper >> (32 - bits)
-    entry = table[column]
-    return column if lower < (entry & 0xFFFFFFFF) else entry >> 32

@@ -1,7 +1,7 @@
 """Rows of scores of drawn classes to a softmax or logistic loss, and to its gradient; README.md.
 
-On CUDA ``triton.OneTarget`` has all that surrounds them where each row has one target and all rows
-share their draws.
+``triton.OneTarget`` and ``cpu.OneTarget`` have all that surrounds them where each row has one
+target and all rows share their draws.
 """
 
 from typing import NamedTuple

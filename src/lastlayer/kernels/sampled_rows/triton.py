@@ -386,11 +386,11 @@ class OneTarget:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
         row_shift: Tensor | None, draws: Draws, factor: float, mean: bool, to_bias: bool,
-        chunk: int, upstream: Tensor | None,
+        chunk: int, upstream: Tensor | None, rule: tuple[bool, ...],
     ) -> None:  # fmt: skip
         (n, d), m, device, dtype = hidden.shape, draws.m, hidden.device, hidden.dtype
         self.n, self.d, self.m, self.draws = n, d, m, draws
-        self.target, self.weight, self.factor = target, weight, factor
+        self.target, self.weight, self.factor, self.rule = target, weight, factor, rule
         step = 16 // dtype.itemsize
         self.columns, self.width = -(-m // step) * step, -(-d // step) * step
         self.parts = parts_of_columns(min(n, chunk), self.columns) if to_bias else 0
@@ -423,11 +423,11 @@ class OneTarget:
 
     def rows(
         self, scores: Tensor, gradient: Tensor, row0: int, push: Tensor | None, n_exact: int,
-        rule: tuple[bool, ...], mean: bool, wanted: bool,
+        mean: bool, wanted: bool,
     ) -> None:  # fmt: skip
         """Scores of some rows to their gradient and losses."""
         n, m = scores.shape[0], self.columns
-        logistic, with_target, drop_hits, average = rule
+        logistic, with_target, drop_hits, average = self.rule
         block, ending = max(16, next_power_of_2(m)), (self.numbers, push)
         numbers = (
             m, 1, n_exact, self.factor, scores.stride(0), gradient.stride(0), 0, row0, self.n,
