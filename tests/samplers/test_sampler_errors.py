@@ -14,7 +14,7 @@ COUNTS = {
     "got nan for class 1": [3, math.nan, 1],
     "got inf for class 0": torch.tensor([math.inf, 1.0]),
     "got 3 zeros; .* use Uniform": [0, 0, 0],
-    r"expected one number per class, got none": [],
+    r"expected one number per class and at least one class, got none": [],
     r"expected shape \(n_classes,\), one number per class, got \(2, 2\)": np.ones((2, 2)),
 }
 
