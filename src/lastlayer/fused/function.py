@@ -240,7 +240,7 @@ class _FusedLoss(torch.autograd.Function):
         saved = ctx.saved_tensors
         size, pieces = saved[len(kept)], saved[len(kept) + 1 :]
         operands: list[Tensor | None] = [None] * n
-        for i, each in zip(kept, saved, strict=False):
+        for i, each in zip(kept, saved[: len(kept)], strict=True):
             operands[i] = each
         if engine.written is not None:
             operands[engine.written] = ctx.written
