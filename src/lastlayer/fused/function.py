@@ -274,8 +274,8 @@ def _gradients(
         left = [each for each in pieces if each is not None and each.numel()]
         # The gradient of losses.sum() is an expanded scalar with stride 0.
         upstream = None if grad is None else grad.contiguous()
-        again = call._replace(operands=[*call.operands, *left], upstream=upstream)
-        result = engine.invoke(again)
+        operands = [*call.operands, *left]
+        result = engine.invoke(Call(operands, call.options, call.reduction, call.wanted, upstream))
         factor, size, pieces, reusable = None, result.size, result.pieces, True
     if size is not None:
         factor = size if factor is None else factor * size
