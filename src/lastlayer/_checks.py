@@ -192,8 +192,13 @@ def check_dim(dim: Any, scores: Tensor) -> int:
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether ``shape`` broadcasts to the shape ``to``."""
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
+    if len(shape) > len(to):
+        return False
+    # Without all() of a generator and zip of unequal lengths, which torch 2.8 cannot compile.
+    for size, wanted in zip(shape, to[len(to) - len(shape) :], strict=True):
+        if size not in (1, wanted):
+            return False
+    return True
 
 
 def check_mask(mask: Any, scores: Tensor) -> None:

@@ -240,7 +240,7 @@ class _FusedLoss(torch.autograd.Function):
         saved = ctx.saved_tensors
         size, pieces = saved[len(kept)], saved[len(kept) + 1 :]
         operands: list[Tensor | None] = [None] * n
-        for i, each in zip(kept, saved, strict=False):
+        for i, each in zip(kept, saved[: len(kept)], strict=True):
             operands[i] = each
         if engine.written is not None:
             operands[engine.written] = ctx.written
@@ -274,8 +274,8 @@ def _gradients(
         left = [each for each in pieces if each is not None and each.numel()]
         # The gradient of losses.sum() is an expanded scalar with stride 0.
         upstream = None if grad is None else grad.contiguous()
-        again = call._replace(operands=[*call.operands, *left], upstream=upstream)
-        result = engine.invoke(again)
+        operands = [*call.operands, *left]
+        result = engine.invoke(Call(operands, call.options, call.reduction, call.wanted, upstream))
         factor, size, pieces, reusable = None, result.size, result.pieces, True
     if size is not None:
         factor = size if factor is None else factor * size

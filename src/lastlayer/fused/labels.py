@@ -223,7 +223,7 @@ def _label_loss(
     batch, rows = hidden.shape[:-1], in_autocast_dtype(hidden)
     rows = rows if len(batch) == 1 else rows.reshape(batch.numel(), hidden.shape[-1])
     plain = loss == "bce" and shards is None and not label_smoothing and chunk_classes == "auto"
-    if plain and lists[1:] == (None, None) and reduction != "none":
+    if plain and lists[1] is None and lists[2] is None and reduction != "none":
         of_torch = _bce_by_torch(rows, weight, bias, lists[0], ignore_index, reduction)
         if of_torch is not None:
             return of_torch

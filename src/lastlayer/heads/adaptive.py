@@ -220,8 +220,11 @@ class AdaptiveSoftmax(RankedHead):
 
     def _weights(self) -> list[Tensor]:
         """The top level's weight, then the projection and the class vectors of each cluster."""
-        pairs = zip(self.projections, self.tails, strict=True)
-        return [self.head_weight, *(each for pair in pairs for each in pair)]
+        weights = [self.head_weight]
+        # By index: torch 2.8 cannot compile zip of parameter lists.
+        for i in range(len(self.tails)):
+            weights += [self.projections[i], self.tails[i]]
+        return weights
 
     def _spread_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The reduced mean of -log p over all classes, which needs all clusters on all rows."""

@@ -263,9 +263,11 @@ class SavedModule(TabledModule):
                 f"hidden: expected shape (*batch, {self.in_features}), the in_features of the head "
                 f"in the last dimension, got {tuple(hidden.shape)}"
             )
-        own = next(iter(self._parameters.values()), None)
         # Looking for a parameter in submodules takes some microseconds.
-        parameter = next(self.parameters()) if own is None else own
+        parameters = self._parameters
+        parameter = next(iter(parameters.values())) if parameters else None
+        if parameter is None:
+            parameter = next(self.parameters())
         if hidden.device != parameter.device:
             raise ValueError(
                 f"hidden: expected the device of the head, {parameter.device}, got "
