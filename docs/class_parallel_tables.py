@@ -1,4 +1,4 @@
-"""The tables of the page on class-parallel heads, computed as :mod:`lastlayer.parallel` counts."""
+"""The tables of the page on class-parallel heads, computed by :mod:`lastlayer.parallel`."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from lastlayer import heads, parallel, samplers, trees
 from lastlayer.parallel.communication import as_bytes
 
 WIDTH, N_CLASSES, RANKS, ROWS = 512, 1_000_000, 8, 64
-# What every head that gathers rows sends: it is in a sentence of the page.
+# Sent by every head that gathers rows; left out of the table, since the text of the page has it.
 _ROWS = "hidden states", "targets", "gradient of hidden", "number of rows"
 
 
 def _heads() -> dict[str, tuple[heads.Head, int]]:
-    """One of each family, and how many targets its rows have."""
+    """A head of each family, and its number of targets per row."""
     meta = {"device": "meta"}
     n, log_uniform = N_CLASSES, samplers.LogUniform(N_CLASSES)
     words = [f"word{i}" for i in range(1000)]
@@ -51,7 +51,7 @@ def _heads() -> dict[str, tuple[heads.Head, int]]:
 
 
 def exchanges() -> str:
-    """What each head exchanges before its gradient, and beside it."""
+    """The table of what each head exchanges per row and per step."""
     lines = [
         "| head | floats per row | rounds | bytes received per row | once per step |",
         "|---|---|---|---|---|",
@@ -71,7 +71,7 @@ def exchanges() -> str:
 
 
 def _merged(found: list[parallel.Exchange]) -> list[parallel.Exchange]:
-    """Gradients of all parameters that are the same everywhere as one."""
+    """Merges the gradients of all replicated parameters into one entry."""
     shared = [each for each in found if each.call == "all_reduce" and each.when == "backward"]
     rest = [each for each in found if each not in shared]
     if not shared:
@@ -100,7 +100,7 @@ _SIZES = [
 
 
 def volumes() -> str:
-    """Memory and traffic of the three layouts, to a billion classes."""
+    """The table of memory and traffic of the three layouts, up to a billion classes."""
     lines = [
         "| classes × hidden | rows, processes | DDP | FSDP2 | class-parallel | take |",
         "|---|---|---|---|---|---|",
@@ -119,7 +119,7 @@ def volumes() -> str:
 
 
 def write_all(folder: Path) -> None:
-    """Both as files to include."""
+    """Writes both tables as files to include."""
     folder.mkdir(parents=True, exist_ok=True)
     for make in (exchanges, volumes):
         text = f"{make()}\n"

@@ -16,7 +16,7 @@ author = "The lastlayer contributors"
 copyright = "the lastlayer contributors"
 try:
     release = installed_version("lastlayer")
-except PackageNotFoundError:  # a source tree that was never installed
+except PackageNotFoundError:  # the package is not installed
     release = ""
 
 extensions = [
@@ -28,19 +28,19 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_generated"]
 nitpicky = True
-# Classes of torch and Python, whose own documentation is on the network: the build stays offline.
+# Classes of torch and Python: links to their documentation would need network access.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|collections|typing|pathlib)\..*"),
     ("py:class", "Tensor|Axes|Figure"),
     # Types of keyword arguments that the docstrings spell out.
     ("py:class", r"lastlayer\.(fused|heads)\.[a-z_.]+\.\w*Options"),
-    # Values that results hold; docs/lab.md says what they have.
+    # Types of the fields of results, which docs/lab.md describes.
     ("py:.*", r"(lastlayer\.lab\.[a-z_]+\.)?(Verdict|Run|Trained|Results|LabError)"),
 ]
 
 myst_enable_extensions = ["amsmath", "attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-# MathJax is fetched when a page is viewed, never when it is built.
+# MathJax is loaded when a page is viewed, not when it is built.
 myst_update_mathjax = False
 
 autodoc_member_order = "bysource"
@@ -82,7 +82,7 @@ def _draw_pictures(_app: Any) -> None:
 
 
 def _trim_code(_app: Any, doctree: nodes.document) -> None:
-    """Examples end in a blank line, where doctest ends; a reader need not see it."""
+    """Removes the blank line at the end of examples, which only doctest needs."""
     for block in doctree.findall(nodes.literal_block):
         block.rawsource = block.astext().rstrip("\n")
         block.clear()

@@ -17,7 +17,7 @@ from lastlayer.losses.contrastive import info_nce
 
 
 def temperature(axes: Axes) -> None:
-    """The push on each of 100 negatives, from the most similar to the least."""
+    """The gradient on each of 100 negatives, from the most similar to the least."""
     cosines = torch.linspace(0.6, -0.2, 100)
     query = torch.tensor([[1.0, 0.0]])
     key = torch.tensor([[0.7, 0.51**0.5]])
@@ -27,8 +27,8 @@ def temperature(axes: Axes) -> None:
         push = negatives.grad[:, 0]
         axes.plot(range(1, 101), push / push.sum(), color=colour, label=f"T = {value:g}")
     axes.set(
-        title="a low temperature picks the hard negatives",
-        xlabel="negatives, the most similar first", ylabel="share of the push",
+        title="a low temperature emphasises hard negatives",
+        xlabel="negatives, most similar first", ylabel="share of the gradient",
     )  # fmt: skip
     axes.set_yscale("log")
     axes.set_ylim(1e-5, 1.0)
@@ -36,7 +36,7 @@ def temperature(axes: Axes) -> None:
 
 
 def repeated(axes: Axes) -> None:
-    """A perfect encoder on a batch in which every pair is there several times."""
+    """The loss of a perfect encoder on a batch with repeated pairs."""
     copies = range(1, 9)
     pairs = torch.eye(16)
     curves: dict[str, list[float]] = {"without groups": [], "with groups": []}
@@ -48,22 +48,22 @@ def repeated(axes: Axes) -> None:
     for (name, losses), colour in zip(curves.items(), (VERMILION, GREEN), strict=True):
         axes.plot(copies, losses, color=colour, marker="o", ms=4, label=name)
     axes.set(
-        title="perfect vectors, repeated pairs", xlabel="times that a pair is in the batch",
+        title="perfect vectors, repeated pairs", xlabel="copies of each pair in the batch",
         ylabel="loss",
     )  # fmt: skip
     axes.legend(fontsize=8)
 
 
 def passes(axes: Axes) -> None:
-    """Some rows of similarities at a time, and what is kept of them."""
-    axes.set(xlim=(-2.4, 8.6), ylim=(-1.7, 7.2), title="some queries at a time, against all keys")
+    """A chunk of the rows of similarities, and the sums that are kept."""
+    axes.set(xlim=(-2.4, 8.6), ylim=(-1.7, 7.2), title="chunks of queries against all keys")
     axes.set_axis_off()
     axes.add_patch(Rectangle((0, 0), 6, 6, fill=False, ec=FAINT, ls="--", lw=1.2))
     axes.add_patch(Rectangle((0, 2.6), 6, 1.4, color=ORANGE, lw=0))
-    for since, until in ((0.0, 2.0), (3.4, 6.0)):  # not through the words
+    for since, until in ((0.0, 2.0), (3.4, 6.0)):  # with a gap for the text
         axes.plot([since, until], [6 - since, 6 - until], color=BLUE, lw=1.5)
     axes.text(4.2, 0.9, "own keys", color=BLUE, ha="right", va="center")
-    axes.text(3.0, 5.1, "never all at once", color="#888888", ha="center", va="center")
+    axes.text(3.0, 5.1, "never all stored", color="#888888", ha="center", va="center")
     axes.text(3.0, 3.6, "products, then their gradient,", ha="center", va="center", fontsize=8)
     axes.text(3.0, 3.1, "in the same memory", ha="center", va="center", fontsize=8)
     axes.text(-0.3, 3.3, "queries", ha="right", va="center")

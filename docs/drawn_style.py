@@ -1,4 +1,4 @@
-"""Colours, style and files of the pictures that scripts here draw into pictures/."""
+"""Colours, style and output of the pictures that the scripts in docs/ draw into pictures/."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 INK, FAINT = "#333333", "#BBBBBB"
 STYLE = {
@@ -25,14 +25,14 @@ STYLE = {
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches that no window is opened for."""
+    """Creates a figure without a window; sizes are in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def write(name: str, draw: Callable[[], Figure], **style: object) -> None:
-    """Draw pictures/name, the same bytes each time, in this style but for what is given."""
+    """Writes pictures/name reproducibly; ``style`` overrides entries of :data:`STYLE`."""
     with mpl.rc_context(STYLE | style):
         target = Path(__file__).parent / "pictures" / name
         draw().savefig(target, bbox_inches="tight", metadata={"Date": None})

@@ -30,7 +30,7 @@ def say(axes: Axes, x: float, y: float, text: str, **options: object) -> None:
 
 
 def chunks(axes: Axes) -> None:
-    """Chunks of rows: three products from the matrix library and a row loss in place."""
+    """Chunks of rows: three matrix products and a row loss in place."""
     axes.set_title("chunks of rows", fontsize=11, color=INK, loc="left")
     say(axes, 1.1, 5.75, "hidden\nn × d")
     box(axes, (0.5, 0.9, 1.2, 4.4), FAINT)
@@ -63,25 +63,25 @@ def chunks(axes: Axes) -> None:
 
 
 def tiles(axes: Axes) -> None:
-    """Tiles: scores live in registers alone."""
-    axes.set_title("tiles, where d is at most 256", fontsize=11, color=INK, loc="left")
+    """Tiles: scores are only in registers."""
+    axes.set_title("tiles, for d ≤ 256", fontsize=11, color=INK, loc="left")
     box(axes, (2.2, 4.0, 6.0, 3.2), FAINT, dashed=True)
     box(axes, (2.2, 5.4, 6.0, 0.9), "#F6DDA6", filled=True)
     box(axes, (3.9, 5.4, 0.9, 0.9), ORANGE, filled=True)
     box(axes, (1.1, 5.4, 0.6, 0.9), BLUE, filled=True)
     arrow(axes, (4.9, 5.85), (6.6, 5.85))
-    say(axes, 5.2, 7.55, "① a program owns rows and walks over the classes")
+    say(axes, 5.2, 7.55, "① each program has some rows and loops over classes")
     box(axes, (8.7, 5.4, 0.6, 0.9), GREEN, filled=True)
-    say(axes, 5.2, 4.7, "leaves logsumexp and mean class vector:\nall that hidden's gradient needs")
+    say(axes, 5.2, 4.7, "writes logsumexp and mean class vector,\nfor the gradient of hidden")
 
     box(axes, (2.2, -0.4, 6.0, 3.2), FAINT, dashed=True)
     box(axes, (5.6, -0.4, 0.9, 3.2), "#F6DDA6", filled=True)
     box(axes, (5.6, 1.55, 0.9, 0.9), ORANGE, filled=True)
     box(axes, (5.6, 2.95, 0.9, 0.35), BLUE, filled=True)
     arrow(axes, (6.05, 1.5), (6.05, 0.0))
-    say(axes, 5.2, 3.6, "② a program owns classes and walks over the rows")
+    say(axes, 5.2, 3.6, "② each program has some classes and loops over rows")
     box(axes, (5.6, -0.95, 0.9, 0.35), GREEN, filled=True)
-    say(axes, 3.9, 1.2, "makes scores again,\nadds up its rows of\nthe weight's gradient")
+    say(axes, 3.9, 1.2, "recomputes scores,\nsums its rows of\nthe weight's gradient")
     say(axes, 7.35, 1.2, "written\nonce,\nno locks")
     axes.set(xlim=(0.8, 9.6), ylim=(-1.3, 8.0))
 

@@ -1,7 +1,7 @@
 """The picture of spans: draws pictures/global_pointer.svg.
 
-``python docs/global_pointer_picture.py``. The scores are those of a head that the script trains for
-a few steps on the one text that it shows.
+``python docs/global_pointer_picture.py``. The script trains a head for a few steps on the text that
+is shown.
 """
 
 import os
@@ -37,7 +37,7 @@ def trained_scores() -> torch.Tensor:
 
 
 def triangle(axes: Axes, scores: torch.Tensor, spans: list[tuple[int, int]], name: str) -> None:
-    """Scores by start and end; what is no span is left white, padding hatched."""
+    """Scores by start and end; pairs that are not spans are white, padding is hatched."""
     n, real = len(TOKENS), sum(token != "PAD" for token in TOKENS)
     shown = scores.masked_fill(scores.isinf(), torch.nan)
     axes.imshow(shown, cmap="RdBu", vmin=-6, vmax=6)
@@ -65,7 +65,7 @@ def triangle(axes: Axes, scores: torch.Tensor, spans: list[tuple[int, int]], nam
 
 
 def tiles(axes: Axes) -> None:
-    """How the fused path walks over the triangle."""
+    """The tiles in which the fused loss processes the triangle."""
     n, height = 9, 3
     for first in range(0, n, height):
         colour = ORANGE if first == height else "#F6DDA6"
@@ -76,7 +76,7 @@ def tiles(axes: Axes) -> None:
     axes.plot([0, n], [0, n], color=INK, lw=1, ls="--")
     axes.text(0.8 * n, 1.5 * height, "a tile:\nscores →\ntwo sums", ha="center", va="center")
     axes.text(
-        0.3, n - 0.4, "ends before\nit starts:\nnever made", ha="left", va="bottom", color="#777777"
+        0.3, n - 0.4, "end before\nstart: not\ncomputed", ha="left", va="bottom", color="#777777"
     )
     axes.set_title("one tile at a time", color=INK)
     axes.set(

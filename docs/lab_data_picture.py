@@ -1,6 +1,6 @@
 """The picture of the embedded corpus: draws pictures/frequencies.svg.
 
-``python docs/lab_data_picture.py``; counts differ a little from one version of Python to the next.
+``python docs/lab_data_picture.py``; counts differ slightly between versions of Python.
 """
 
 import platform

@@ -1,6 +1,6 @@
 """The picture of the multi-label losses: draws pictures/multilabel.svg.
 
-``python docs/multilabel_picture.py``; all that it shows is computed by the library.
+``python docs/multilabel_picture.py``; all values are computed by the library.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from lastlayer.losses.zlpr import zlpr_loss, zlpr_probability
 
 
 def threshold(axes: Axes) -> None:
-    """One row: scores on both sides of 0, and the gradient that each class has."""
+    """Scores of one row on both sides of 0, and the gradient of each."""
     scores = torch.tensor([3.0, 1.2, -0.6, 1.6, 0.4, -0.5, -1.5, -3.0], requires_grad=True)
     labels = torch.tensor([1, 1, 1, 0, 0, 0, 0, 0])
     zlpr_loss(scores, labels).backward()
@@ -31,13 +31,14 @@ def threshold(axes: Axes) -> None:
     axes.axhline(0.0, color=INK, lw=1)
     axes.plot([], [], color=BLUE, lw=5, label="positives")
     axes.plot([], [], color=VERMILION, lw=5, label="negatives")
-    axes.set(title="0 is the score to beat", xlabel="classes", ylabel="score; where it is drawn")
+    axes.set(title="labels with scores above 0 are predicted", xlabel="classes",
+             ylabel="score (pale), −2 × gradient (dark)")  # fmt: skip
     axes.set_xticks([])
     axes.legend(fontsize=8)
 
 
 def push(axes: Axes) -> None:
-    """The sum of what pushes negatives down, against what pulls one positive up."""
+    """The gradient on all negatives relative to that on one positive."""
     sizes = [10**power for power in range(1, 6)]
     for name, loss, colour in (
         ("binary cross entropy", bce_loss, ORANGE),
@@ -53,14 +54,14 @@ def push(axes: Axes) -> None:
         axes.plot(sizes, ratios, color=colour, marker="o", ms=4, label=name)
     axes.axhline(1.0, color=FAINT, lw=1, zorder=0)
     axes.set(
-        title="push on all negatives / pull on one positive", xlabel="classes, all at score −2",
+        title="gradient on all negatives / on one positive", xlabel="classes, all with score −2",
         xscale="log", yscale="log",
     )  # fmt: skip
     axes.legend(fontsize=8)
 
 
 def optimum(chance: Tensor) -> Tensor:
-    """The scores at which the expected loss of independent hard labels is least."""
+    """The scores that minimise the expected loss of independent hard labels."""
     every = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(chance)))).double()
     weight = torch.where(every > 0, chance, 1.0 - chance).prod(-1)
     scores = torch.zeros_like(chance, requires_grad=True)
@@ -79,7 +80,7 @@ def optimum(chance: Tensor) -> Tensor:
 
 
 def calibration(axes: Axes) -> None:
-    """Hard labels of known probability: what the formula says, and what a fit says."""
+    """Probabilities by formulas and by a fit, for hard labels with known probabilities."""
     chance = torch.linspace(0.04, 0.96, 10).double()
     scores = optimum(chance)
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +90,7 @@ def calibration(axes: Axes) -> None:
     axes.plot(chance, torch.sigmoid(scores), "v", color=ORANGE, ms=5, label="σ(s)")
     axes.plot(chance, zlpr_probability(scores), "^", color=VERMILION, ms=5, label="σ(2s)")
     axes.plot(chance, fitted(scores), "o", color=GREEN, ms=5, label="ZLPRCalibrator")
-    axes.set(title="hard labels: no formula is calibrated", xlabel="probability of a label")
+    axes.set(title="hard labels: no formula is calibrated", xlabel="true probability of a label")
     axes.legend(fontsize=8)
 
 

@@ -1,4 +1,4 @@
-"""Takes the picture of a report's page that the documentation shows.
+"""Takes the screenshot of a report for the documentation.
 
 python docs/photograph.py runs/demo/report.html docs/_static/lab-page.png
 """
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--size", choices=WIDTHS, default="desktop")
     parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--whole", action="store_true", help="all of the page, not its top")
+    parser.add_argument("--whole", action="store_true", help="the whole page, not only its top")
     chosen = parser.parse_args()
     width, height = WIDTHS[chosen.size]
     with sync_playwright() as started:

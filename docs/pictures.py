@@ -87,13 +87,13 @@ def same_scores() -> Figure:
         )  # fmt: skip
         panel.set_xticks([1, 4, 8, 12])
         panel.grid(axis="x", visible=False)
-        panel.set_xlabel("class, by score")
+        panel.set_xlabel("class, sorted by score")
     panels[0].set_ylabel("probability")
     return figure
 
 
 def two_classes() -> Figure:
-    """The probability of one of two classes, and its slope."""
+    """The probability of one of two classes, and its derivative."""
     t = torch.linspace(-3.5, 3.5, 1401, dtype=torch.float64)
     figure, (value, slope) = _panels(2, 9.5, 3.6)
     for name, alpha, colour, dashes in (
@@ -107,13 +107,13 @@ def two_classes() -> Figure:
         value.plot(t, probs.detach(), color=colour, ls=dashes, label=name)
         slope.plot(t, rate, color=colour, ls=dashes)
     value.set(title="probability of class 1 for the scores (t, 0)", xlabel="t", yticks=[0, 0.5, 1])
-    slope.set(title="its slope", xlabel="t", ylim=(0, 0.56))
+    slope.set(title="its derivative", xlabel="t", ylim=(0, 0.56))
     value.legend(loc="upper left", fontsize=9)
     return figure
 
 
 def supports() -> Figure:
-    """Three classes: which of them survive, over the plane of scores."""
+    """Which of three classes have a probability above 0, over the plane of scores."""
     reach, steps = 2.2, 600
     line = torch.linspace(-reach, reach, steps, dtype=torch.float64)
     y, x = torch.meshgrid(line, line, indexing="ij")
@@ -155,7 +155,7 @@ def supports() -> Figure:
         mpl.patches.Patch(facecolor=cmap.colors[i], edgecolor=FAINT, label=name)
         for i, name in enumerate(names)
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, title="not zero")
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, title="support")
     return figure
 
 
@@ -186,7 +186,7 @@ def alpha_sweep() -> Figure:
                 zorder=5,
             )
     few.set(
-        title="six classes share the mass; ● a class leaves", xlabel="α", ylabel="probability",
+        title="six classes; ● a class drops to zero", xlabel="α", ylabel="probability",
         xlim=(1, 3), ylim=(0, 1),
     )  # fmt: skip
     few.grid(visible=False)
@@ -220,7 +220,7 @@ def alpha_sweep() -> Figure:
 
 
 def newton() -> Figure:
-    """How the threshold of entmax 1.5 is found: Newton's method from below."""
+    """Newton's method for the threshold of entmax 1.5, from below."""
     scores = torch.cat([torch.tensor([0.0, -0.3]), torch.linspace(-0.9, -2.5, 60)]).double()
 
     def margins(tau: Tensor) -> Tensor:
@@ -248,13 +248,13 @@ def newton() -> Figure:
             )
         guess = following
     panel.plot(root, 1, "D", color=GREEN, ms=7, zorder=5, label="the threshold")
-    panel.set(title="Newton's method climbs to the threshold and never passes it", xlabel="τ")
+    panel.set(title="Newton's method approaches the threshold from below", xlabel="τ")
     panel.legend()
     return figure
 
 
 def losses() -> Figure:
-    """Losses of two classes over the lead of the right one, and their slopes."""
+    """Losses of two classes by the lead of the right one, and their derivatives."""
     t = torch.linspace(-3, 3.5, 1301, dtype=torch.float64)
     target = torch.zeros(len(t), dtype=torch.int64)
     figure, (value, slope) = _panels(2, 9.5, 3.8)
@@ -286,14 +286,14 @@ def losses() -> Figure:
         )  # fmt: skip
     value.set(title="loss", xlabel="lead of the right class, t", ylim=(-0.08, 3.1))
     slope.set(
-        title="slope: probability of the right class − 1", xlabel="lead of the right class, t"
+        title="derivative: probability of the right class − 1", xlabel="lead of the right class, t"
     )
     value.legend(fontsize=9)
     return figure
 
 
 def tree_kinds() -> Figure:
-    """Four trees over the same words, with lines as thick as they are frequent."""
+    """Four trees over the same words; line widths show frequencies."""
     counts = {
         "the": 700, "of": 360, "cat": 24, "dog": 30, "trout": 5, "salmon": 8, "oak": 9,
         "rose": 14, "walks": 12, "runs": 26, "sees": 48, "swims": 6,
@@ -324,7 +324,7 @@ def tree_kinds() -> Figure:
 
 
 def tree_costs() -> Figure:
-    """What a row costs in trees of more and more classes, and the top of a large tree."""
+    """The cost of a row by number of classes for several trees, and the top of a large tree."""
     figure, (curves, top) = _panels(2, 11, 4.3)
     sizes = [10**p for p in (2, 2.5, 3, 3.5, 4, 4.5, 5)]
     kinds: dict[str, tuple[Callable[[list[float]], trees.Tree], str, str]] = {
@@ -342,7 +342,7 @@ def tree_costs() -> Figure:
             costs.append(build(zipf).step_cost(zipf, 1))
         curves.plot(sizes, costs, color=colour, ls=dashes, marker="o", ms=4, label=name)
     curves.set(
-        title="vectors scored for a row, Zipf's counts", xlabel="classes", xscale="log",
+        title="vectors scored per row, Zipf's counts", xlabel="classes", xscale="log",
         yscale="log",
     )  # fmt: skip
     curves.legend(fontsize=9)
@@ -365,7 +365,7 @@ PICTURES = (
 
 
 def draw_all(folder: Path, suffix: str = "svg") -> None:
-    """Draw every picture into ``folder``."""
+    """Draws every picture into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
         for picture in PICTURES:

@@ -1,4 +1,4 @@
-"""What samples cost in bias and noise: ``python docs/sampling_picture.py`` draws the picture."""
+"""Bias and noise of sampled gradients: ``python docs/sampling_picture.py`` draws the picture."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def _unigram() -> samplers.Unigram:
 
 KINDS: dict[str, tuple[Make, str, str]] = {
     "sampled softmax": (lambda n: heads.SampledSoftmax(WIDTH, CLASSES, _unigram(), n), BLUE, "o-"),
-    "its classic correction": (
+    "sampled softmax, classic correction": (
         lambda n: heads.SampledSoftmax(WIDTH, CLASSES, _unigram(), n, correction="classic"),
         ORANGE,
         "s--",
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[Make, str, str]] = {
 
 
 def sampling() -> Figure:
-    """Bias and deviation of the gradient of hidden states against the number of samples."""
+    """Bias and deviation of the gradient of hidden states by number of samples."""
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH)
     weight, bias = torch.randn(CLASSES, WIDTH) * 0.4, COUNTS.log()
@@ -57,7 +57,7 @@ def sampling() -> Figure:
                 head.bias.copy_(bias)
             errors.append(head.audit(hidden, target, n_draws=DRAWS).gradients["hidden"])
         of_noise.plot(SAMPLES, [e.relative_deviation for e in errors], style, color=colour)
-        # What cannot be told from chance is not drawn.
+        # A bias that is not distinguishable from chance is not drawn.
         known = [e.relative_bias if e.bias > e.least_bias else float("nan") for e in errors]
         of_bias.plot(SAMPLES, known, style, color=colour, label=name)
     for panel, power in ((of_bias, -1.0), (of_noise, -0.5)):
@@ -67,11 +67,11 @@ def sampling() -> Figure:
             "1/n" if power == -1.0 else "1/√n", (SAMPLES[2], line[2]), xytext=(4, 4),
             textcoords="offset points", color="#777777", fontsize=9,
         )  # fmt: skip
-        panel.set(xscale="log", yscale="log", xlabel="classes drawn a step, n")
+        panel.set(xscale="log", yscale="log", xlabel="classes drawn per step, n")
         panel.set_xticks(SAMPLES[::2], [f"{n:,}" for n in SAMPLES[::2]])
         panel.minorticks_off()
-    of_bias.set(title="bias of the gradient", ylabel="share of the exact gradient's norm")
-    of_noise.set(title="noise: deviation of one step's gradient")
+    of_bias.set(title="bias of the gradient", ylabel="relative to the exact gradient's norm")
+    of_noise.set(title="noise: standard deviation of one step's gradient")
     of_bias.set_ylim(1e-3, 10)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9, labelcolor=INK)
     return figure

@@ -1,8 +1,8 @@
-"""Attention over a premise in natural language inference: which words are looked at, and how well.
+"""Attention over the premise in natural language inference: accuracy and attended words.
 
 Does a hypothesis follow from a premise, contradict it, or neither? As in the sparsemax paper's
-experiment the last state of a GRU that has read the hypothesis looks at the states of the premise.
-Runs of one seed start at the same parameters and see the same batches, whatever the attention.
+experiment, the last state of a GRU over the hypothesis attends to the states of the premise. Runs
+of one seed have the same initial parameters and the same batches for every kind of attention.
 """
 
 import gzip
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRAIN, DEV, TEST = "snli/subset_train.tsv.gz", "snli/dev.jsonl.gz", "snli/test.txt.gz"
-# The training part as SNLI gives it out, taken in place of the sample where it is there.
+# SNLI's training part as distributed; used instead of the sample if the file exists.
 WHOLE = "snli/snli_1.0_train.jsonl"
 LABELS = ("entailment", "neutral", "contradiction")
 PADDING, UNKNOWN = 0, 1
-# Words that have this much weight together hold most of it.
+# Share of the total weight that counts as most of it.
 MOST = 0.95
-# Premises in the picture: the first ones of so many words that come with the label in turn.
+# Premises in the plot: the first ones with so many words; labels take turns.
 SHOWN, SHOWN_WORDS = 10, range(7, 12)
 _WORD = re.compile(r"[a-z0-9]+(?=n't)|n't|'[a-z]+|[a-z0-9]+(?:-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the runs are made, the same for every kind of attention.
+    """Settings of the runs, the same for every kind of attention.
 
     Attributes:
-        width: size of word vectors and states.
+        width: size of word vectors and hidden states.
         batch: pairs per step.
-        epochs: passes over the training pairs, of which the best one counts.
+        epochs: passes over the training pairs; the best one is used.
         rates: learning rates of Adam to choose from.
-        dropout: on word vectors and before the output.
+        dropout: dropout of word vectors and before the output.
         min_count: words that occur less often in the training pairs are unknown.
-        vector_epochs: passes of skip-gram, which makes the word vectors to start at.
+        vector_epochs: epochs of skip-gram, which computes the initial word vectors.
     """
 
     width: int = 64
@@ -73,12 +73,12 @@ QUICK_PAIRS = 4_000
 
 @dataclass(frozen=True)
 class Method:
-    """How a premise becomes one vector.
+    """How a premise is reduced to one vector.
 
     Attributes:
-        alpha: of the attention; 0 for independent logistic weights, None for the last state.
+        alpha: alpha of the attention; 0 for independent logistic weights, None for the last state.
         published: test accuracy in the paper, percent, recalled.
-        reads_premise: False to see what the hypothesis alone gives away.
+        reads_premise: False for a baseline that reads only the hypothesis.
     """
 
     alpha: float | None = None
@@ -95,12 +95,12 @@ METHODS = {
     "entmax 1.5": Method(1.5),
     SPARSEMAX: Method(2.0, 82.20),
 }
-# Share of premise words that sparsemax left a weight in the paper, recalled.
+# Percentage of premise words with a weight above 0 under sparsemax in the paper, recalled.
 PUBLISHED_KEPT = 24.6
 
 
 class Text(NamedTuple):
-    """One pair as words."""
+    """The words and the label of a pair."""
 
     premise: list[str]
     hypothesis: list[str]
@@ -108,19 +108,19 @@ class Text(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs as word ids, padded with 0 to the longest: two matrices, and a vector of labels."""
+    """Word ids of pairs, padded with 0 to the longest (two matrices), and their labels."""
 
     premise: Tensor
     hypothesis: Tensor
     label: Tensor
 
     def at(self, rows: Tensor) -> "Pairs":
-        """Some of them, without columns that are padding in all."""
+        """The given rows, without columns that are all padding."""
         premise, hypothesis, label = (values[rows] for values in self)
         return Pairs(_trimmed(premise), _trimmed(hypothesis), label)
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
-        """Rows of all pairs once, texts of similar length together; shuffled by a generator."""
+        """Batches of row indices, by similar lengths; shuffled if a generator is given."""
         premise, hypothesis = ((each != PADDING).sum(1) for each in self[:2])
         key = premise.div(4, rounding_mode="floor") * (int(hypothesis.max()) + 1) + hypothesis
         if generator is None:
@@ -132,7 +132,7 @@ class Pairs(NamedTuple):
         yield from (rows[i] for i in torch.randperm(len(rows), generator=generator).tolist())
 
     def to(self, device: torch.device) -> "Pairs":
-        """On that device."""
+        """Copies the pairs to a device."""
         return Pairs(*(each.to(device) for each in self))
 
 
@@ -141,15 +141,15 @@ def _trimmed(ids: Tensor) -> Tensor:
 
 
 class LogisticPooling(AttentionPooling):
-    """The same scores, each turned into a weight between 0 and 1 by itself."""
+    """The same scores with a sigmoid each: weights are independent and need not sum to 1."""
 
     def dense_weights(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """``(batch, length)``; 0 where ``mask`` is False."""
+        """Weights ``(batch, length)``, 0 where ``mask`` is False."""
         scores = torch.tanh(self.key(hidden)) @ self.query[0]
         return torch.sigmoid(scores).masked_fill(~mask, 0.0)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """From ``(batch, length, in_features)`` to ``(batch, in_features)``."""
+        """Pools ``(batch, length, in_features)`` to ``(batch, in_features)``."""
         exists = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask
         return (self.dense_weights(hidden, exists).unsqueeze(1) @ hidden).squeeze(1)
 
@@ -158,12 +158,12 @@ class Reader(nn.Module):
     """A GRU, attention of the hypothesis's last state over the premise's states, a hidden layer.
 
     Attention pools over pairs of a premise state and the hypothesis's last state. Keys are
-    ``tanh(W [state; last] + b)``, so that what is looked at depends on the hypothesis.
+    ``tanh(W [state; last] + b)``, so that the weights depend on the hypothesis.
 
     Args:
-        start: vectors of the words, ``(n_words, width)``, to start at.
-        method: how the premise becomes one vector.
-        dropout: on word vectors and before the output.
+        start: initial word vectors, ``(n_words, width)``.
+        method: how the premise is reduced to one vector.
+        dropout: dropout of word vectors and before the output.
     """
 
     def __init__(self, start: Tensor, method: Method, dropout: float) -> None:
@@ -174,7 +174,7 @@ class Reader(nn.Module):
         self.gru = nn.GRU(width, width, batch_first=True)
         self.hidden = nn.Linear(4 * width, width)
         self.drop = nn.Dropout(dropout)
-        # Last, so that all methods draw the same values for what they share.
+        # Created last, so that the shared parameters are initialised equally for all methods.
         self.pool: AttentionPooling | None = None
         if method.alpha == 0.0:
             self.pool = LogisticPooling(2 * width)
@@ -182,7 +182,7 @@ class Reader(nn.Module):
             self.pool = AttentionPooling(2 * width, alpha=method.alpha)
 
     def forward(self, pairs: Pairs) -> Tensor:
-        """What the output layer sees, ``(batch, width)``."""
+        """Hidden states for the output layer, ``(batch, width)``."""
         both, mask = self.read(pairs)
         joined = _last(both, mask) if self.pool is None else self.pool(both, mask)
         premise = joined.chunk(2, -1)[0]
@@ -199,17 +199,17 @@ class Reader(nn.Module):
         if self.pool is None:
             raise ValueError("method: expected one with attention, got one without")
         found = self.pool.weights(both, mask)
-        # Places behind the last weight, -1, go to a column that is cut off.
+        # Key -1 is padding; it is written to an extra column, which is dropped.
         made = both.new_zeros(len(both), both.shape[1] + 1)
         return made.scatter_(1, found.keys % made.shape[1], found.values)[:, :-1]
 
     def read(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Premise states, each beside the hypothesis's last state, and which of them exist."""
+        """Premise states, each concatenated with the hypothesis's last state, and their mask."""
         mask = pairs.premise != PADDING
         heard, _ = self.gru(self.drop(self.embed(pairs.hypothesis)))
         last = _last(heard, pairs.hypothesis != PADDING).unsqueeze(1)
         if not self.reads_premise:
-            # One place is enough for what is not read.
+            # A single zero state stands in for the premise.
             return torch.cat([torch.zeros_like(last), last], -1), mask[:, :1]
         states, _ = self.gru(self.drop(self.embed(pairs.premise)))
         return torch.cat([states, last.expand_as(states)], -1), mask
@@ -220,14 +220,14 @@ def _last(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def read(options: Options) -> dict[str, list[Text]]:
-    """Training, development and test pairs."""
+    """Reads training, development and test pairs."""
     whole = options.path(WHOLE)
     if whole.is_file():
         with whole.open(encoding="utf-8") as lines:
             train = _from_json(lines, ("sentence1", "sentence2", "gold_label"))
     else:
         tabs = [line.split("\t") for line in _lines(options.path(TRAIN))]
-        # Their 1, 2 and 3 are neutral, contradiction and entailment.
+        # In this file 1, 2 and 3 are neutral, contradiction and entailment.
         train = [Text(words(x[2]), words(x[3]), int(x[0]) % len(LABELS)) for x in tabs]
     dev = _from_json(_lines(options.path(DEV)), ("premise", "hypothesis", "label"))
     tabs = [line.split("\t") for line in _lines(options.path(TEST))]
@@ -236,7 +236,7 @@ def read(options: Options) -> dict[str, list[Text]]:
 
 
 def _from_json(lines: Iterator[str] | Sequence[str], keys: tuple[str, str, str]) -> list[Text]:
-    """Pairs on whose label the annotators agreed: others have the label "-"."""
+    """Pairs with a label; those on which the annotators disagreed have the label "-"."""
     found = [[json.loads(line)[key] for key in keys] for line in lines]
     return [Text(words(p), words(h), LABELS.index(x)) for p, h, x in found if x in LABELS]
 
@@ -246,12 +246,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation, split as the test file is."""
+    """The lower-case words of a text, without punctuation, split as in the test file."""
     return _WORD.findall(text.lower())
 
 
 def learn_words(texts: Sequence[Text], settings: Settings) -> tuple[dict[str, int], Tensor]:
-    """Ids and vectors of words from these pairs alone; padding and unknown words start at 0."""
+    """Word ids and vectors, learned from only these pairs; padding and unknown words are 0."""
     sentences = [sentence for text in texts for sentence in (text.premise, text.hypothesis)]
     corpus = vectors.encode(sentences, min_count=settings.min_count)
     made = vectors.train(
@@ -263,7 +263,7 @@ def learn_words(texts: Sequence[Text], settings: Settings) -> tuple[dict[str, in
 
 
 def encode(texts: Sequence[Text], ids: Mapping[str, int]) -> Pairs:
-    """Word ids; a text without words is one unknown word."""
+    """Converts words to ids; a text without words becomes one unknown word."""
 
     def padded(sentences: list[list[str]]) -> Tensor:
         made = [torch.tensor([ids.get(x, UNKNOWN) for x in s] or [UNKNOWN]) for s in sentences]
@@ -274,7 +274,7 @@ def encode(texts: Sequence[Text], ids: Mapping[str, int]) -> Pairs:
 
 
 class Model(NamedTuple):
-    """What reads and what decides."""
+    """The reader and the output layer."""
 
     reader: Reader
     head: FullSoftmax
@@ -304,7 +304,7 @@ def train(
     parts: Mapping[str, Pairs], start: Tensor, method: Method, rate: float, seed: int,
     settings: Settings, device: torch.device,
 ) -> tuple[Model, dict[str, Any]]:  # fmt: skip
-    """The model of the epoch that was best on development pairs, and the accuracy of all."""
+    """Trains a model; returns that of the best epoch on development pairs, and the run's record."""
     torch.manual_seed(seed)
     head = FullSoftmax(settings.width, len(LABELS))
     head.init_bias_from_counts(torch.bincount(parts["train"].label, minlength=len(LABELS)))
@@ -330,18 +330,17 @@ def train(
 
 
 def focus(weights: Tensor, premise: Tensor) -> dict[str, Tensor]:
-    """How few words of each premise are looked at, and where they are.
+    """How concentrated the attention on each premise is, and where.
 
     Args:
         weights: ``(batch, words)``.
-        premise: the ids.
+        premise: word ids, ``(batch, words)``.
 
     Returns:
-        Of each premise ``kept``, the share of its words with a weight above 0; ``most``, the
-        smallest share of its words that has 95% of the weight; ``place``, the mean place by weight,
-        0 for the first word and 1 for the last, where even weights have 0.5; ``moved``, the share
-        of the weight that is elsewhere for the hypothesis of the row before (NaN where that has
-        another premise).
+        For each premise: ``kept``, the share of words with a weight above 0; ``most``, the smallest
+        share of words that has 95% of the weight; ``place``, the weighted mean position, from 0 for
+        the first word to 1 for the last (0.5 for uniform weights); ``moved``, the share of the
+        weight that differs from the previous row (NaN if that has another premise).
     """
     n = (premise != PADDING).sum(1)
     shares = weights.double() / weights.double().sum(1, keepdim=True)
@@ -364,7 +363,7 @@ def _mean(values: Tensor) -> float:
 
 
 def shown(texts: Sequence[Text]) -> list[Text]:
-    """Pairs in the picture: of the first premises of a handy length, each label in its turn."""
+    """Pairs for the plot, from the first premises of suitable length; labels take turns."""
     made: list[Text] = []
     for premise, group in groupby(texts, key=lambda text: text.premise):
         wanted = [text for text in group if text.label == len(made) % len(LABELS)]
@@ -374,7 +373,7 @@ def shown(texts: Sequence[Text]) -> list[Text]:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """The learning rate that is best on development pairs with the first seed, then all seeds."""
+    """Chooses the learning rate on development pairs with the first seed, then trains all seeds."""
     settings = QUICK if options.quick else Settings()
     texts = read(options)
     if options.quick:
@@ -426,7 +425,7 @@ def _values(found: Mapping[str, Any], name: str, key: str) -> list[float]:
 
 
 def _against_softmax(found: Mapping[str, Any]) -> dict[str, float]:
-    """P-values of a difference in test accuracy to softmax, after Holm's correction."""
+    """P-values of differences in test accuracy to softmax, Holm-corrected."""
     names = list(found["runs"])
     pairs = p_values([dict(enumerate(_values(found, x, "accuracy"))) for x in names], log=False)
     at = names.index(SOFTMAX)
@@ -436,7 +435,7 @@ def _against_softmax(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 _FOCUS = {"kept": "words with weight > 0", "most": "words with 95% of the weight",
-          "place": "mean place", "moved": "moved by the hypothesis"}  # fmt: skip
+          "place": "mean position", "moved": "moved by the hypothesis"}  # fmt: skip
 
 
 def grids(found: Mapping[str, Any]) -> list[Grid]:
@@ -465,7 +464,7 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Whether sparse attention is as good as softmax, attention helps, and few words are kept."""
+    """Whether sparsemax is as accurate as softmax, keeps few words, and attention helps."""
     accuracy = {name: mean(_values(found, name, "accuracy")) for name in found["runs"]}
     p = _against_softmax(found)
     gap = {name: accuracy[name] - accuracy[SOFTMAX] for name in p}
@@ -480,11 +479,11 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     helps = p[LAST] < LEVEL and gap[LAST] < 0
     text = (
         f"Sparsemax attention is {'not ' if similar else ''}significantly less accurate than "
-        f"softmax attention, and leaves {kept[SPARSEMAX]:.0f}% of the premise words a weight "
-        f"(about {PUBLISHED_KEPT:.0f}% in the paper{RECALLED}), entmax 1.5 "
-        f"{kept['entmax 1.5']:.0f}%; softmax, which leaves all words one, has {MOST:.0%} of it on "
-        f"{mean(_values(found, SOFTMAX, 'most')):.0f}% of them. Points of test accuracy beside "
-        f"softmax: {'; '.join(told(name) for name in p)}. "
+        f"softmax attention, and gives {kept[SPARSEMAX]:.0f}% of the premise words a weight above "
+        f"0 (about {PUBLISHED_KEPT:.0f}% in the paper{RECALLED}), entmax 1.5 "
+        f"{kept['entmax 1.5']:.0f}%; softmax gives all words a weight, with {MOST:.0%} of it on "
+        f"{mean(_values(found, SOFTMAX, 'most')):.0f}% of them. Difference in test accuracy to "
+        f"softmax, in points: {'; '.join(told(name) for name in p)}. "
     )
     if helps:
         text += "As in the paper, attention is better than the last state of the premise. "
@@ -492,21 +491,21 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         text += (
             "The paper's gain of attention over the last state of the premise, "
             f"{METHODS[SOFTMAX].published - METHODS[LAST].published:.1f} points{RECALLED}, is not "  # type: ignore[operator]
-            "seen. "
+            "reproduced. "
         )
     if not found["whole"]:
         text += (
             f"All accuracies are far below the paper's: {found['sizes']['train']:,} training pairs "
-            "in place of 550,000, word vectors made from these alone in place of GloVe, and "
-            f"states of size {found['settings']['width']}. "
+            "instead of 550,000, word vectors learned from only these instead of GloVe, and hidden "
+            f"size {found['settings']['width']}. "
         )
     moved = [mean(_values(found, name, "moved")) for name in kept]
     places = [mean(_values(found, name, "place")) for name in (SOFTMAX, *kept)]
     text += (
-        f"Another hypothesis of the same premise moves {min(moved):.0f} to {max(moved):.0f}% of "
-        f"the weight under the sparse maps; the mean place of the weight is {min(places):.0f} to "
-        f"{max(places):.0f} (0 the first word, 100 the last): a state has read all words before "
-        "it, so a zero at an early word does not say that it was not read. "
+        f"Another hypothesis for the same premise moves {min(moved):.0f} to {max(moved):.0f}% of "
+        f"the weight with the sparse maps. The mean position of the weight is {min(places):.0f} to "
+        f"{max(places):.0f} (0 is the first word, 100 the last). A state depends on all words "
+        "before it, so a weight of zero on an early word does not mean that the word was ignored. "
     )
     curves = [run["dev"] for runs in found["runs"].values() for run in runs]
     late = sum(curve.index(max(curve)) >= len(curve) - 2 for curve in curves)
@@ -522,7 +521,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """Accuracy beside softmax, shares of words, and the weights of ten premises."""
+    """Accuracy relative to softmax, shares of words, and the weights of ten premises."""
     rows = -(-len(found["examples"]) // 2)
     parts: Any = figure.subfigures(2, 1, height_ratios=[2.2, max(2.0 * rows, 0.1)])
     top, below = parts
@@ -565,7 +564,7 @@ def _draw_figures(found: Mapping[str, Any], left: Any, right: Any) -> None:
 
 
 def _draw_examples(found: Mapping[str, Any], panels: Sequence[Any]) -> None:
-    """The label that a model chose is behind its name where it is wrong."""
+    """Draws the weights; a wrong predicted label is in parentheses after the method's name."""
     for i, example in enumerate(found["examples"]):
         panel, label = panels[i], example["label"]
         told = [
@@ -596,26 +595,25 @@ STUDY = Study(
         "about a quarter of the premise words keep a weight (recalled)."
     ),
     protocol=(
-        "SNLI with 18,000 sampled training pairs, the whole development and test parts. (The whole "
-        f"training part is taken where the file `{WHOLE}` is there, which takes 30 times as long.) "
-        "A GRU of size 64 reads both texts, word vectors of "
-        "that size start at skip-gram of the training pairs; keys are tanh(W [state; last "
-        "hypothesis state] + b), the output is a softmax over a tanh layer. Unlike the authors' "
-        "network it reads the hypothesis from a fresh state, and sees product and difference of "
-        "the two texts: with so few pairs their network did no better with the premise than "
-        "without (57.4 and 58.0% in one early trial of 6 epochs). Batches of 128, Adam, dropout "
-        "0.2, the best of {epochs} epochs by development accuracy, the learning rate of {rates} "
-        "chosen per kind of attention with the first seed. In the run that is kept all took the "
-        "lower one; in one more run each at half of it, not in the table, development accuracy was "
-        "67.1% with logistic and 68.6% with softmax attention, so that the order stays. Logistic "
-        "attention weighs each state by a sigmoid of its score, and sums. P-values are of paired "
-        "t-tests by seed with Holm's "
-        "correction; ms per step is CPU time. Words with 95% of the weight: the smallest share of "
-        "the premise that has it. Moved: the share of the weight that is elsewhere for another "
-        "hypothesis of the same premise. The pairs in the picture are of the first premises of the "
-        "test part with 7 to 11 words, each label in turn, with the first seed; a grey 0 is a "
-        "weight of exactly zero, and the label that a model chose is behind its name where it is "
-        "wrong."
+        "SNLI with 18,000 sampled training pairs and the whole development and test parts. (The "
+        f"whole training part is used if the file `{WHOLE}` exists, which takes 30 times as long.) "
+        "A GRU of size 64 reads both texts, with word vectors of the same size initialised by "
+        "skip-gram on the training pairs; keys are tanh(W [state; last hypothesis state] + b), the "
+        "output layer is a softmax after a tanh layer. Unlike in the authors' network, the GRU "
+        "reads the hypothesis from a zero state, and the tanh layer sees the product and the "
+        "difference of the two texts: with so few pairs their network was no better with the "
+        "premise than without (57.4 and 58.0% in one early trial of 6 epochs). Batches of 128, "
+        "Adam, dropout 0.2, the best of {epochs} epochs by development accuracy, the learning rate "
+        "of {rates} chosen per kind of attention with the first seed. In the saved run all "
+        "chose the lower one; in one more run each at half of it, not in the table, development "
+        "accuracy was 67.1% with logistic and 68.6% with softmax attention, so the order stays the "
+        "same. Logistic attention weights each state by the sigmoid of its score and sums. "
+        "P-values are from paired t-tests by seed with Holm's correction; ms per step is CPU time. "
+        "Words with 95% of the weight: the smallest share of the premise that has it. Moved: the "
+        "share of the weight that moves to other words with another hypothesis of the same "
+        "premise. The pairs in the plot have the first premises of the test part with 7 to 11 "
+        "words, labels in turn, with the first seed; a grey 0 is a weight of exactly zero, and a "
+        "wrong predicted label is in parentheses after the name of the attention."
     ).format(
         epochs=Settings.epochs, rates=" and ".join(f"{rate:g}" for rate in Settings.rates)
     ),
@@ -625,10 +623,10 @@ STUDY = Study(
     verdict=verdict,
     needs=(
         Needed(TRAIN, "a sample of SNLI's training part: label twice (1 neutral, 2 contradiction, "
-                      "3 entailment), premise, hypothesis, tabs between; gzip"),
+                      "3 entailment), premise, hypothesis, separated by tabs; gzip"),
         Needed(DEV, "SNLI's development part, JSON lines of premise, hypothesis, label; gzip"),
         Needed(TEST, "SNLI's test part: premise, hypothesis, label (0 entailment, 1 neutral, 2 "
-                     "contradiction), tabs between; gzip"),
+                     "contradiction), separated by tabs; gzip"),
     ),
     size=(11.0, 13.5),
 )  # fmt: skip

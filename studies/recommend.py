@@ -1,4 +1,4 @@
-"""Recommendation over 41 thousand items: output layers by quality and by time of training."""
+"""Recommendation over 41 thousand items: quality and training time of output layers."""
 
 import gzip
 import time
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 FILES = {part: f"gowalla/{part}.txt.gz" for part in ("train", "valid", "test")}
 WIDTH, BATCH, TARGETS, SAMPLES, CLIP = 64, 512, 4, 2_048, 1.0
 RATES = (0.01, 0.02)
-# Few users at a time: their scores stay in the cache.
+# RANKED users are ranked together: a small number, so that their scores stay in the cache.
 TOP, RANKED, VALID_USERS, QUICK_USERS = 20, 64, 2_000, 1_500
-# Close to the full softmax: this share of its recall.
+# A recall counts as close to the full softmax from this share of it on.
 CLOSE = 0.95
 FULL, SAMPLED, SAMPLED_RAW = "full softmax", "sampled, log-Q", "sampled, uncorrected"
 NCE = "NCE"
@@ -62,20 +62,20 @@ PUBLISHED = {
 
 
 class Lists(NamedTuple):
-    """The items of each user: flat, and where those of a user begin, one offset more than users."""
+    """The items of all users, concatenated, and offsets of the users, ``(n_users + 1,)``."""
 
     items: Tensor
     offsets: Tensor
 
     def of(self, users: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat items of some users, the row of each, and how many each user has."""
+        """Concatenated items of some users, the row of each item, and the items per user."""
         sizes = self.offsets[users + 1] - self.offsets[users]
         rows = torch.repeat_interleave(torch.arange(len(users)), sizes)
         first = self.offsets[users] - (sizes.cumsum(0) - sizes)
         return self.items[torch.arange(len(rows)) + first[rows]], rows, sizes
 
     def joined(self, other: "Lists") -> "Lists":
-        """The items of both, user by user."""
+        """The items of each user in both lists."""
         users = torch.arange(len(self.offsets) - 1)
         one, two = self.of(users), other.of(users)
         order = torch.cat([one[1], two[1]]).argsort(stable=True)
@@ -83,7 +83,7 @@ class Lists(NamedTuple):
 
 
 def read(path: Path, most: int | None = None) -> Lists:
-    """A line per user: its number, then its items."""
+    """Reads a file with one line per user: its number, then its items."""
     lines = gzip.decompress(path.read_bytes()).decode("ascii").splitlines()[:most]
     users = [np.array(line.split(), dtype=np.int64) for line in lines]
     if [int(user[0]) for user in users] != list(range(len(users))):
@@ -93,7 +93,7 @@ def read(path: Path, most: int | None = None) -> Lists:
 
 
 class Data(NamedTuple):
-    """What was seen by each user, in three parts, and how often each item was in the first."""
+    """The items of each user in three parts, and counts of the items in the training part."""
 
     train: Lists
     valid: Lists
@@ -102,30 +102,30 @@ class Data(NamedTuple):
 
     @property
     def n_users(self) -> int:
-        """In every part."""
+        """Number of users, the same in every part."""
         return len(self.train.offsets) - 1
 
 
 def load(options: Options) -> Data:
-    """All three parts; of the first users alone in a quick version.
+    """Loads all three parts; only the first users in a quick version.
 
     Raises:
-        ValueError: a user has too few items to train on.
+        ValueError: if a user has too few items to train on.
     """
     most = QUICK_USERS if options.quick else None
     parts = [read(options.path(path), most) for path in FILES.values()]
     train, valid, test = parts
     if int(train.offsets.diff().min()) <= TARGETS:
         raise ValueError(
-            f"{FILES['train']}: expected more than {TARGETS} items of each user, of which "
-            f"{TARGETS} are targets in a step, got fewer"
+            f"{FILES['train']}: expected more than {TARGETS} items per user, of which {TARGETS} "
+            "are targets in each step, got fewer"
         )
     n_items = max(int(part.items.max()) for part in parts) + 1
     return Data(train, valid, test, torch.bincount(train.items, minlength=n_items))
 
 
 def draw_targets(lists: Lists, users: Tensor, generator: torch.Generator) -> Batch:
-    """``TARGETS`` items of each user at random to be predicted from its other ones."""
+    """Draws ``TARGETS`` items of each user, to be predicted from the user's other items."""
     items, rows, sizes = lists.of(users)
     order = (rows + torch.rand(len(rows), generator=generator, dtype=torch.float64)).argsort()
     place = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[rows]
@@ -136,7 +136,7 @@ def draw_targets(lists: Lists, users: Tensor, generator: torch.Generator) -> Bat
 
 
 class History(nn.Module):
-    """The sum of the input vectors of a user's items over the root of their number."""
+    """The sum of the input vectors of a user's items, divided by the root of their number."""
 
     def __init__(self, n_items: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class History(nn.Module):
 
 
 class Full(nn.Module):
-    """The full softmax for several targets per row, which share their normaliser."""
+    """The full softmax for several targets per row, which share the normaliser."""
 
     def __init__(self, layer: FullSoftmax) -> None:
         super().__init__()
@@ -165,9 +165,10 @@ class Full(nn.Module):
 
 
 class InBatch(nn.Module):
-    """Each row against the targets of the other rows, one target of each at a time.
+    """In-batch softmax, averaged over the targets of a row.
 
-    The table has a vector per item, and its bias in the last column.
+    For each target, the corresponding targets of the other rows are the negatives. The table has
+    one vector per item, with the item's bias in the last column.
     """
 
     sparse = True  # the gradient of the table
@@ -191,7 +192,7 @@ class InBatch(nn.Module):
 
 
 def make_head(name: str, counts: Tensor, seed: int) -> nn.Module:
-    """The output layer of that name; biases start at the frequencies of the items."""
+    """Builds the named output layer, with biases initialised to the item frequencies."""
     n = len(counts)
     if name in (FULL, IN_BATCH, IN_BATCH_RAW):
         layer = FullSoftmax(WIDTH, n)
@@ -212,13 +213,13 @@ def make_head(name: str, counts: Tensor, seed: int) -> nn.Module:
 
 
 def log_q(counts: Tensor) -> Tensor:
-    """Log-frequencies of the items; one that was never seen counts once."""
+    """Log-frequencies of the items; items without occurrences count once."""
     least = counts.clamp(min=1).float()
     return (least / least.sum()).log()
 
 
 def layer_of(head: nn.Module) -> tuple[Tensor, Tensor]:
-    """Vectors and biases whose scores rank items as the head does."""
+    """The class vectors and biases by which the head ranks items."""
     if isinstance(head, InBatch):
         return head.table.weight[:, :-1].contiguous(), head.table.weight[:, -1].contiguous()
     layer: Any = head.layer if isinstance(head, Full) else head
@@ -233,8 +234,8 @@ def evaluate(
     """Ranks all items but the known ones for each user.
 
     Returns:
-        Recall and NDCG at 20, mean over users; the share of the tail's items that were found; and
-        how many different items were recommended.
+        Recall and NDCG at 20, means over users; recall of the tail items over all interactions;
+        and the number of distinct recommended items.
     """
     discount = 1.0 / torch.log2(torch.arange(TOP) + 2.0)
     ideal = discount.cumsum(0)
@@ -260,7 +261,7 @@ def evaluate(
 
 
 class Trained(NamedTuple):
-    """The best model of a run by validation recall, and how it came about."""
+    """The best model of a run by validation recall, and the record of the run."""
 
     body: nn.Module
     head: nn.Module
@@ -268,12 +269,12 @@ class Trained(NamedTuple):
 
 
 def train(data: Data, name: str, rate: float, seed: int, epochs: int, every: int) -> Trained:
-    """Steps of a head, with validation after every so many epochs."""
+    """Trains a head for some epochs, with validation after every ``every`` of them."""
     torch.manual_seed(seed)
     body, head = History(len(data.counts)), make_head(name, data.counts, seed)
     stepper = Stepper(body, head, rate, CLIP)
     order = torch.Generator().manual_seed(seed)
-    # What is compiled or allocated in a first step is not on the clock.
+    # A discarded first step, so that compilation and allocation are not timed.
     first = draw_targets(data.train, torch.arange(data.n_users)[:BATCH], torch.Generator())
     Stepper(*deepcopy((body, head)), lr=0.0, clip=CLIP).step(first)
     some = torch.randperm(data.n_users, generator=torch.Generator().manual_seed(0))[:VALID_USERS]
@@ -301,12 +302,12 @@ def train(data: Data, name: str, rate: float, seed: int, epochs: int, every: int
 
 
 def is_tail(counts: Tensor) -> Tensor:
-    """Which items are the least popular ones that make up half of all interactions."""
+    """Mask of the least popular items, which together have half of all interactions."""
     return torch.from_numpy(deciles_of(counts.numpy()) >= 5)
 
 
 def judged(data: Data, trained: Trained, name: str) -> dict[str, Any]:
-    """The run with its figures on test data: what was known before is input, and left out."""
+    """The run with its test results; known items are the input and are not ranked."""
     known, users = data.train.joined(data.valid), torch.arange(data.n_users)
     tail, (weight, bias) = is_tail(data.counts), layer_of(trained.head)
 
@@ -320,7 +321,7 @@ def judged(data: Data, trained: Trained, name: str) -> dict[str, Any]:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """The learning rate that is best on validation with the first seed, then all seeds."""
+    """Chooses the learning rate on validation with the first seed, then trains all seeds."""
     data = load(options)
     runs: dict[str, list[dict[str, Any]]] = {}
     for name in NAMES:
@@ -356,7 +357,7 @@ def _of_mean(
 
 
 def _p(found: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """P-values of differences in test recall, after Holm's correction."""
+    """P-values of differences in test recall, Holm-corrected."""
     heads = [dict(enumerate(_values(found, name, "recall"))) for name in NAMES]
     every = p_values(heads, log=False)
     corrected = holm([every[NAMES.index(a), NAMES.index(b)] for a, b in PAIRS])
@@ -364,7 +365,7 @@ def _p(found: Mapping[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def _seconds_to(found: Mapping[str, Any], name: str, level: float) -> float | None:
-    """CPU time of training until validation recall is at the level; None where a run never is."""
+    """CPU time of training until validation recall is at the level; None if a run never is."""
     times = []
     for run in found["runs"][name]:
         reached = [point["seconds"] for point in run["curve"] if point["recall"] >= level]
@@ -375,18 +376,18 @@ def _seconds_to(found: Mapping[str, Any], name: str, level: float) -> float | No
 
 
 def _level(found: Mapping[str, Any]) -> float:
-    """What counts as close to the full softmax on validation data."""
+    """The validation recall that counts as close to the full softmax."""
     return CLOSE * mean([max(_curve(run, "recall")) for run in found["runs"][FULL]])
 
 
 def _at_best(run: Mapping[str, Any], key: str) -> float:
-    """At the best epoch by validation recall."""
+    """The value at the epoch with the best validation recall."""
     recall = _curve(run, "recall")
     return _curve(run, key)[recall.index(max(recall))]
 
 
 def grids(found: Mapping[str, Any]) -> list[Grid]:
-    """Test figures of each head, those published below; and time."""
+    """Test results of each head with published values below, and times."""
     p, rows, times = _p(found), [], []
     level = _level(found)
     for name, runs in found["runs"].items():
@@ -413,15 +414,15 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
     rows.append(["most popular items", *cells, f"{popular['distinct']:,.0f}", ""])
     rows += [[f"published: {name}", *both, "", "", "", ""] for name, both in PUBLISHED.items()]
     quality = ["output layer", "recall@20", "NDCG@20", "p against full (recall)",
-               "recall of the tail", "items shown", "recall with log q added"]  # fmt: skip
-    headings = ["output layer", "learning rate", "ms per step", "best epoch", "seconds to it",
-                f"seconds to {CLOSE:.0%} of full"]  # fmt: skip
+               "recall of the tail", "distinct items shown", "recall with log q added"]  # fmt: skip
+    headings = ["output layer", "learning rate", "ms per step", "best epoch",
+                "seconds to best epoch", f"seconds to {CLOSE:.0%} of full"]  # fmt: skip
     title = f"{found['users']:,} users, {found['items']:,} items, test part, percent"
     return [Grid(title, quality, rows), Grid("CPU time of the training steps", headings, times)]
 
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
-    """Corrected sampling close to full in less time; worse without, also in the batch."""
+    """Log-Q corrected sampling is close to full and faster; without correction it is worse."""
     p, recall = _p(found), {name: _of_mean(found, name) for name in NAMES}
     tail = {name: _of_mean(found, name, "tail") for name in NAMES}
     full_time, sampled_time = (_seconds_to(found, name, _level(found)) for name in (FULL, SAMPLED))
@@ -438,31 +439,32 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         f"({recall[SAMPLED] / recall[FULL]:.0%} of it) with {SAMPLES:,} samples and log-Q; "
     )
     text += (
-        f"to {CLOSE:.0%} of the validation recall of full it takes {sampled_time:.0f} seconds "
+        f"it reaches {CLOSE:.0%} of the validation recall of full in {sampled_time:.0f} seconds "
         f"instead of {full_time:.0f}. "
         if sampled_time is not None and full_time is not None
-        else f"not all of its runs came to {CLOSE:.0%} of the validation recall of full. "
+        else f"not all runs reached {CLOSE:.0%} of the validation recall of full. "
     )
     for right, raw in ((SAMPLED, SAMPLED_RAW), (IN_BATCH, IN_BATCH_RAW)):
         added = _of_mean(found, raw, "recall", "with_log_q")
         text += (
-            f"{raw[0].upper()}{raw[1:]}, has {recall[raw]:.2%} beside {recall[right]:.2%} with "
-            f"log-Q (p = {p[right, raw]:.2g}), and {tail[raw]:.2%} beside {tail[right]:.2%} in "
-            f"the tail; with log q added to its scores afterwards {added:.2%}. "
+            f"{raw[0].upper()}{raw[1:]}, has {recall[raw]:.2%}, compared with {recall[right]:.2%} "
+            f"with log-Q (p = {p[right, raw]:.2g}), and {tail[raw]:.2%} compared with "
+            f"{tail[right]:.2%} in the tail; with log q added to its scores after training "
+            f"{added:.2%}. "
         )
     text += f"NCE has {recall[NCE]:.2%}. "
     if any(worse.values()):
         text += (
-            "Without correction a head learns log p - log q, which ranks popular items lower than "
-            "their probability does; adding log q is to make up for that. "
+            "Without correction a head learns log p - log q, which ranks popular items too low; "
+            "adding log q to the scores should compensate for that. "
         )
     curves = [(name, _curve(run, "recall")) for name in NAMES for run in found["runs"][name]]
     late = [name for name, curve in curves if curve.index(max(curve)) == len(curve) - 1]
     text += (
         f"Of {len(curves)} runs {len(late)} were best at their last validation"
         + (f" ({', '.join(dict.fromkeys(late))}): their curves are not flat. " if late else ". ")
-        + "The published figures are of other models, trained on the validation part too and for "
-        "longer, and serve for orientation alone."
+        + "The published figures are for other models, trained for longer and on the validation "
+        "part as well; they are only for orientation."
     )
     kept = [close, *worse.values()]
     if all(kept):
@@ -477,7 +479,7 @@ _COLOURS = dict(
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """Validation recall against CPU time; test recall, also of the tail, with intervals."""
+    """Validation recall by CPU time; test recall, NDCG and tail recall with intervals."""
     curves, bars = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
     for name in NAMES:
         for place, run in enumerate(found["runs"][name]):
@@ -505,11 +507,11 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
 
 
 STUDY = Study(
-    title="recommendation over 41 thousand items, by quality and time",
+    title="recommendation over 41 thousand items, quality and time of output layers",
     claim=(
         "A softmax over sampled items with log-Q correction comes close to the full softmax in a "
-        "fraction of its time; in-batch negatives need the correction, since popular items are "
-        "negatives too often otherwise (Yi et al., RecSys 2019, recalled, no figures taken). "
+        "fraction of its time; in-batch negatives need the correction, since otherwise popular "
+        "items are negatives too often (Yi et al., RecSys 2019, recalled, no figures taken). "
         "Sampled softmax counters popularity bias and suits models of a user's history (Wu et al., "
         "arXiv:2201.02327, abstract). For orientation: recall@20 and NDCG@20 on Gowalla of "
         "LightGCN (README of its authors' code), NGCF and Mult-VAE (as in the LightGCN paper, "
@@ -517,23 +519,25 @@ STUDY = Study(
     ),
     protocol=(
         "Gowalla check-ins in the split of LightGCN with a validation part taken out of the "
-        "training part (719,081 / 91,047 / 217,242). In a step 512 users have 4 random items of "
-        "theirs as targets; the hidden state (size 64) is the sum of the input vectors of their "
-        "other items over the root of their number. Biases start at the item frequencies; Adam, "
-        "for sparse gradients on the touched rows alone (`RowAdam`: all but the full softmax), one "
-        "of two learning rates chosen by validation recall with the first seed, as is the best "
-        "epoch. The full softmax has 5 epochs, the others 8, judged on 2,000 users after each and "
-        "after every second one. 2,048 samples per step are drawn by item frequency and shared by "
-        "its rows; in-batch negatives are one target of each other row, frequencies counted "
-        "while training. On test data all users and all items are ranked but those of the "
-        "training and validation parts, which make up the hidden state. The tail are the "
-        "least popular items that make up half of the training interactions; its recall is over "
-        "all test interactions with them. Negative sampling as in word2vec is not measured: "
-        "with biases its calibrated model is that of NCE, and so were its losses in a trial. "
-        "Time is CPU time of the training steps alone, one thread. P-values are of paired t-tests "
-        "by seed with Holm's correction. Batch size, targets per step, hidden size and learning "
-        "rates were settled by short runs on validation data; test figures of one of those were "
-        "seen before."
+        "training part (719,081 / 91,047 / 217,242). Each step has 512 users, with 4 of their "
+        "items, drawn at random, as targets; the hidden state (size 64) is the sum of the input "
+        "vectors of their other items, divided by the root of their number. Biases are initialised "
+        "to the item frequencies. The optimiser is Adam; for row-sparse gradients (input vectors, "
+        "and class vectors except those of the full softmax) it is `RowAdam`, which updates only "
+        "the touched rows. The learning rate (of two) is chosen by validation recall with the "
+        "first seed, the epoch by validation recall in each run. The full softmax is trained for "
+        "5 epochs and validated on 2,000 users after "
+        "each; the others are trained for 8 and validated after every second one. 2,048 samples "
+        "per step are drawn by item frequency and shared by all rows; in-batch negatives are one "
+        "target of each other row, with frequencies counted during training. The test ranks all "
+        "items for all users, except a user's items of the training and validation parts, which "
+        "make up the hidden state. The tail consists of the least popular items that together have "
+        "half of the training interactions; its recall is over all test interactions with them. "
+        "Negative sampling as in word2vec is not measured: with biases its calibrated model is "
+        "that of NCE, and its losses were the same in a trial. Time is CPU time of the training "
+        "steps only, one thread. P-values are from paired t-tests by seed with Holm's correction. "
+        "Batch size, targets per step, hidden size and learning rates were chosen by short runs on "
+        "validation data; test results of one of these had been seen before."
     ),
     measure=measure,
     grids=grids,

@@ -87,7 +87,7 @@ def test_the_verdict_tells_of_sets_without_published_f1():
     both = table.verdict({"runs": [*runs, large]})
     assert both.word == plain.word
     assert both.why.startswith(plain.why)
-    assert "On bibtex, which the paper does not have" in both.why
+    assert "On bibtex, which is not in the paper" in both.why
     assert "-2.6 points from one-vs-all" in both.why
     grids = table.grids({"runs": [*runs, large]})
     assert grids[-1].rows[0][:4] == ["bibtex", "P@1", "62.62†", "60.0"]

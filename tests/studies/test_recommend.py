@@ -61,7 +61,7 @@ def test_too_few_items_and_wrong_users_are_refused(tmp_path, capsys):
     _write(tmp_path, {"train": few, "valid": few, "test": few})
     arguments = ["recommend", "--quick", "--data", str(tmp_path), "--out", str(tmp_path / "o")]
     assert main(arguments) == 2
-    assert "expected more than 4 items of each user" in capsys.readouterr().err
+    assert "expected more than 4 items per user" in capsys.readouterr().err
     path = tmp_path / "gowalla" / "train.txt.gz"
     path.write_bytes(gzip.compress(b"0 1 2\n2 1 2\n"))
     with pytest.raises(ValueError, match="expected users 0, 1"):
