@@ -122,7 +122,7 @@ def test_the_table_has_the_worst_first_and_the_page_the_misses(pair, tmp_path):
     made = page.render(tmp_path)
     section = made[made.index("## Every call: NVIDIA H200") :]
     assert section.count("\n| ") == 2 + 4
-    assert "every node of the tree has to be looked at" in section
+    assert "every node of the tree must be computed" in section
     assert "Targets" not in section
 
 

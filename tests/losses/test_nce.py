@@ -225,9 +225,9 @@ def test_errors_name_the_argument():
     positive, negative, of_positive, of_negative = problem()
     with pytest.raises(TypeError, match="positive: expected a floating dtype"):
         negative_sampling_loss(positive.long(), negative)
-    with pytest.raises(ValueError, match=r"negative: expected shape \(\*batch, n\)"):
+    with pytest.raises(ValueError, match=r"negative: expected shape \(\*batch, k\)"):
         negative_sampling_loss(positive, negative[:3])
-    with pytest.raises(ValueError, match=r"negative: expected shape \(\*batch, n\)"):
+    with pytest.raises(ValueError, match=r"negative: expected shape \(\*batch, k\)"):
         negative_sampling_loss(positive[:, None, None], negative)
     with pytest.raises(ValueError, match="positive_log_q: expected a shape that broadcasts"):
         nce_loss(positive, negative, of_negative, of_negative)

@@ -220,7 +220,7 @@ class AdaptiveSoftmax(RankedHead):
 
     def _weights(self) -> list[Tensor]:
         """The top level's weight, then the projection and the class vectors of each cluster."""
-        weights = [self.head_weight]
+        weights: list[Tensor] = [self.head_weight]
         # By index: torch 2.8 cannot compile zip of parameter lists.
         for i in range(len(self.tails)):
             weights += [self.projections[i], self.tails[i]]
@@ -531,8 +531,8 @@ def _bounds(clusters: tuple[tuple[int, int], ...], device: torch.device) -> tupl
 class AdaptiveEmbedding(torch.nn.Module):
     r"""Input embedding that shares the class vectors of an adaptive softmax (tied embeddings).
 
-    .. math:: e_c = w_c \quad\text{at the top level,}\qquad e_c = P_i^\top w_c \quad\text{in cluster
-    } i
+    .. math:: e_c = w_c \quad\text{at the top level,}\qquad
+              e_c = P_i^\top w_c \quad\text{in cluster } i
 
     The product of this vector with a hidden state is the class's score in its softmax. Made by
     :meth:`AdaptiveSoftmax.embedding`.

@@ -31,7 +31,7 @@ class Drift(NamedTuple):
     mean: float
     """Mean error; it could be subtracted from all scores."""
     deviation: float
-    """Standard deviation: the remaining error of unnormalised log-probabilities."""
+    """Standard deviation, the remaining error of unnormalised log-probabilities."""
     largest: float
     """Largest absolute error."""
 

@@ -180,7 +180,7 @@ class CompareResult:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The conclusions: ``sentence``, ``findings``, ``notes``, ``recommended`` and others."""
+        """The conclusions, among them ``sentence``, ``findings``, ``notes`` and ``recommended``."""
         return verdict(self.results)
 
     @property

@@ -141,7 +141,7 @@ class Tree:
 
     @property
     def n_paths(self) -> int:
-        """The number of leaves: ``n_classes``, or more if the tree overlaps."""
+        """The number of leaves, ``n_classes`` or more if the tree overlaps."""
         return len(self._leaf_edge)
 
     @property
