@@ -34,7 +34,10 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def check_int(
     name: str, value: Any, *, least: int | None = 1, most: int | None = None, note: str = ""
 ) -> int:
-    """``value`` as an int from ``least`` to ``most``; ``note`` explains the bound in the error."""
+    """``value`` as an int from ``least`` to ``most``.
+
+    In the error ``note`` explains ``most``, or ``least`` if there is no ``most``.
+    """
     if isinstance(value, (bool, np.bool_, Tensor)):
         got = "Tensor" if isinstance(value, Tensor) else "bool"
         raise TypeError(f"{name}: expected an int, got {got}")
@@ -43,7 +46,8 @@ def check_int(
     except TypeError:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
     if least is not None and number < least:
-        raise ValueError(f"{name}: expected at least {least}, got {number}{note and '; '}{note}")
+        reason = f"; {note}" if note and most is None else ""
+        raise ValueError(f"{name}: expected at least {least}, got {number}{reason}")
     if most is not None and number > most:
         raise ValueError(f"{name}: expected at most {most}{note and ', '}{note}, got {number}")
     return number

@@ -236,30 +236,13 @@ def test_a_second_backward_gives_the_same_and_second_derivatives_are_refused():
         torch.autograd.grad(head(hidden, target), hidden, create_graph=True)
 
 
-def copied_from_torch(theirs, in_features, n_classes, **options):
-    head = AdaptiveSoftmax(
-        in_features, cutoffs=theirs.cutoffs[:-1], n_classes=n_classes, div_value=theirs.div_value,
-        head_bias=theirs.head.bias is not None, min_width=1, **options,
-    )  # fmt: skip
-    with torch.no_grad():
-        head.head_weight.copy_(theirs.head.weight)
-        if theirs.head.bias is not None:
-            head.head_bias.copy_(theirs.head.bias)
-        for projection, tail, (first, second) in zip(
-            head.projections, head.tails, theirs.tail, strict=True
-        ):
-            projection.copy_(first.weight)
-            tail.copy_(second.weight)
-    return head
-
-
 @pytest.mark.parametrize("head_bias", [False, True])
 @pytest.mark.parametrize("div_value", [2.0, 4.0])
 def test_with_the_weights_of_torch_it_is_torchs(head_bias, div_value):
     theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(
         32, 200, [20, 60], div_value=div_value, head_bias=head_bias
     )
-    ours = copied_from_torch(theirs, 32, 200)
+    ours = AdaptiveSoftmax.from_torch(theirs)
     hidden, target = torch.randn(50, 32, requires_grad=True), torch.randint(200, (50,))
     output, loss = theirs(hidden, target)
     torch.testing.assert_close(ours(hidden, target), loss)
@@ -270,6 +253,41 @@ def test_with_the_weights_of_torch_it_is_torchs(head_bias, div_value):
     (mine,) = torch.autograd.grad(ours(hidden, target), hidden)
     (wanted,) = torch.autograd.grad(loss, hidden)
     torch.testing.assert_close(mine, wanted)
+
+
+def test_from_torch_shares_the_parameters(tmp_path):
+    # Clusters of width 5 and 1, narrower than the default min_width.
+    theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(16, 60, [20, 40], div_value=3.0, head_bias=True)
+    head = AdaptiveSoftmax.from_torch(theirs, reduction="sum")
+    shared = [head.head_weight, head.head_bias, *head.projections, *head.tails]
+    assert {id(each) for each in shared} == {id(each) for each in theirs.parameters()}
+    hidden, target = torch.randn(7, 16), torch.randint(60, (7,))
+    before = head(hidden, target)
+    before.backward()
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    assert head(hidden, target) < before
+    torch.testing.assert_close(head(hidden, target), 7 * theirs(hidden, target).loss)
+    head.save(tmp_path)
+    again = AdaptiveSoftmax.load(tmp_path)
+    torch.testing.assert_close(again.log_prob(hidden), theirs.log_prob(hidden))
+    assert again.reduction == "sum"
+    # Nothing is left on the meta device.
+    assert not any(each.is_meta for each in head.state_dict().values())
+    copied = copy.deepcopy(head).to("cpu", torch.float64)
+    torch.testing.assert_close(copied.log_prob(hidden.double()).float(), theirs.log_prob(hidden))
+
+
+def test_from_torch_names_what_is_wrong():
+    theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(16, 60, [20, 40])
+    with pytest.raises(TypeError, match=r"softmax: expected an nn.AdaptiveLogSoftmax.* got Linear"):
+        AdaptiveSoftmax.from_torch(torch.nn.Linear(3, 4))
+    with pytest.raises(TypeError, match="div_value: expected no such argument"):
+        AdaptiveSoftmax.from_torch(theirs, div_value=2.0)
+    # torch initialises clusters of width 0 with a warning.
+    with pytest.warns(UserWarning, match="zero-element"):
+        narrow = torch.nn.AdaptiveLogSoftmaxWithLoss(4, 60, [20, 40])
+    with pytest.raises(ValueError, match="got one of width 0: in_features=4 is too small"):
+        AdaptiveSoftmax.from_torch(narrow)
 
 
 def test_classes_in_any_order_are_a_relabelling():

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -80,13 +80,13 @@ class AdaptiveSoftmax(RankedHead):
 
     Args:
         in_features: size of the hidden state.
-        counts: number of occurrences of each class, ``(n_classes,)``. Class ids may then be in any
-            order. If no cutoffs are given, :func:`cutoffs_from_counts` chooses them for the device
-            of the head.
+        n_classes: number of classes; follows from counts.
         cutoffs: first place of each cluster, for classes by falling frequency: ``[2000, 10000]``
             leaves 2000 classes at the top level and makes two clusters. An empty list, ``[]``, is
             a plain softmax.
-        n_classes: number of classes; follows from counts.
+        counts: number of occurrences of each class, ``(n_classes,)``. Class ids may then be in any
+            order. If no cutoffs are given, :func:`cutoffs_from_counts` chooses them for the device
+            of the head.
         order: all classes, the most frequent first; from counts, or else 0, 1, 2, …. It decides
             which cluster a class is in; within a cluster classes are sorted by id.
         div_value: factor by which each cluster's vectors are narrower than the previous one's; at
@@ -97,7 +97,7 @@ class AdaptiveSoftmax(RankedHead):
 
     Example:
         >>> import torch
-        >>> head = AdaptiveSoftmax(64, cutoffs=[100, 1000], n_classes=5000)
+        >>> head = AdaptiveSoftmax(64, 5000, [100, 1000])
         >>> hidden, target = torch.randn(8, 64), torch.randint(5000, (8,))
         >>> head(hidden, target).backward()
         >>> [tuple(each.shape) for each in head.tails]
@@ -130,10 +130,10 @@ class AdaptiveSoftmax(RankedHead):
     def __init__(
         self,
         in_features: int,
+        n_classes: int | None = None,
+        cutoffs: Sequence[int] | None = None,
         *,
         counts: Any = None,
-        cutoffs: Sequence[int] | None = None,
-        n_classes: int | None = None,
         order: Any = None,
         div_value: float = 4.0,
         min_width: int = 8,
@@ -197,6 +197,54 @@ class AdaptiveSoftmax(RankedHead):
         for weight in (self.head_weight, *self.projections, *self.tails):
             init_uniform_(weight.shape[1], weight)
         init_uniform_(self.in_features, self.head_bias)
+
+    @classmethod
+    def from_torch(cls, softmax: torch.nn.AdaptiveLogSoftmaxWithLoss, **options: Any) -> Self:
+        """Makes a head that shares the parameters of torch's adaptive softmax.
+
+        Training one trains both. ``head(hidden, target)`` is the ``loss`` of torch's module,
+        ``head.log_prob(hidden, target)`` its ``output``.
+
+        Args:
+            softmax: the module that owns the parameters.
+            options: ``label_smoothing``, ``ignore_index``, ``reduction`` and ``chunk_rows``; all
+                others follow from the module.
+
+        Example:
+            >>> theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(64, 5000, [100, 1000])
+            >>> AdaptiveSoftmax.from_torch(theirs).head_weight is theirs.head.weight
+            True
+        """
+        if not isinstance(softmax, torch.nn.AdaptiveLogSoftmaxWithLoss):
+            raise TypeError(
+                "softmax: expected an nn.AdaptiveLogSoftmaxWithLoss, got "
+                f"{type(softmax).__name__}; from_linear of FullSoftmax takes an nn.Linear"
+            )
+        taken = {"label_smoothing", "ignore_index", "reduction", "chunk_rows"}
+        if wrong := sorted(options.keys() - taken):
+            raise TypeError(
+                f"{wrong[0]}: expected no such argument, since it follows from the module, got "
+                f"{options[wrong[0]]!r}"
+            )
+        pairs: list[Any] = list(softmax.tail)
+        widths = [first.out_features for first, _ in pairs]
+        if 0 in widths:
+            raise ValueError(
+                "softmax: expected clusters of width 1 or more, got one of width 0: "
+                f"in_features={softmax.in_features} is too small for div_value={softmax.div_value}"
+            )
+        # On meta, no memory is initialised for parameters that the module's replace at once.
+        head = cls(
+            softmax.in_features, softmax.n_classes, softmax.cutoffs[:-1], device="meta",
+            div_value=softmax.div_value, min_width=min([8, *widths]),
+            head_bias=softmax.head_bias, **options,
+        )  # fmt: skip
+        top: Any = softmax.head
+        head.head_weight, head.head_bias = top.weight, top.bias
+        head.projections = ParameterList([first.weight for first, _ in pairs])
+        head.tails = ParameterList([second.weight for _, second in pairs])
+        head.cutoffs = torch.tensor(head._starts, dtype=torch.int64, device=top.weight.device)
+        return head
 
     def _scores_from_counts(self, counts: Any) -> Tensor:
         """Scores of top-level classes and of whole clusters: classes in clusters have no biases."""
@@ -551,7 +599,7 @@ class AdaptiveEmbedding(torch.nn.Module):
     Example:
         >>> import torch
         >>> from lastlayer.heads import AdaptiveSoftmax
-        >>> head = AdaptiveSoftmax(64, cutoffs=[100, 1000], n_classes=5000)
+        >>> head = AdaptiveSoftmax(64, 5000, [100, 1000])
         >>> embedding = head.embedding()
         >>> embedding(torch.tensor([[3, 4999, 100]])).shape
         torch.Size([1, 3, 64])
