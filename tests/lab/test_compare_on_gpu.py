@@ -32,7 +32,7 @@ def labels(tmp_path):
 def test_every_head_trains_and_is_judged(task, model, text, labels, tmp_path):
     options = CompareOptions(
         data=text if task == "lm" else labels, task=task, model=model, device="cuda",
-        budget="12steps", seeds=1, width=32, batch=8, length=8, lr=0.01,
+        budget="12steps", seeds=1, width=32, batch=8, length=8 if task == "lm" else None, lr=0.01,
     )  # fmt: skip
     quiet = Console(quiet=True)
     done = compare(options, tmp_path / "out", resume=False, quiet=True, console=quiet)

@@ -305,6 +305,11 @@ def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, Mod
 def _check_sizes(options: CompareOptions, feed: Feed) -> None:
     """Refuse a given batch size or length that exceeds the data; defaults are reduced instead."""
     length = int(getattr(feed, "length", 1))
+    if options.length is not None and not isinstance(feed, TextFeed):
+        raise LabError(
+            f"--length: expected none, since only text of --task lm is cut into windows, got "
+            f"{options.length:,}"
+        )
     if options.length is not None and options.length > length:
         raise LabError(
             f"--length: expected at most {length:,} tokens, one less than the training data has, "
