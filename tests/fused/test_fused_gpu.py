@@ -16,6 +16,7 @@ from unfused import (
     unfused,
 )
 
+from lastlayer.fused import cross_entropy as cross_entropy_engine
 from lastlayer.fused import (
     linear_cross_entropy,
     linear_entmax_loss,
@@ -51,6 +52,12 @@ def _exact_float32():
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(autouse=True)
+def _large_problems(monkeypatch):
+    """The ways of large problems; tests/fused/test_few_launches.py tests that of small ones."""
+    monkeypatch.setattr(cross_entropy_engine, "_FEW_SCORES", 0)
 
 
 def make(n, d, v, dtype, *, bias=True, ignored=0, scale=1.0):

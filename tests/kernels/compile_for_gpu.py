@@ -169,7 +169,17 @@ FLOATS += (
     "factor",
 )
 NUMBERS = ("scale", "keep", "smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
-HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
+HALVES = (
+    "hidden",
+    "states",
+    "weight",
+    "bias",
+    "weight_gradient",
+    "scores",
+    "probs",
+    "values",
+    "out",
+)
 FUSED_TYPES = (
     dict.fromkeys(LONGS, "*i64")
     | dict.fromkeys(FLOATS, "*fp32")
@@ -184,6 +194,24 @@ SEARCH = dict(WIDTH=16, GROUP=16, BEAM_DEPTH=256, DEPTH=256)
 RUNS = dict(TILE=64, WIDTH=512, PLACED=True, TO_WEIGHT=True, TO_BIAS=True)
 FUSED_CASES = [
     (softmax_rows._softmax_row, dict(BLOCK=4096, **ALL)),
+    *[
+        (
+            softmax_rows._reduced_row,
+            dict(
+                BLOCK=4096,
+                DEPTH=1024,
+                MEAN=full,
+                GRADIENT=full,
+                MASKED=full,
+                BIASED=full,
+                ROUNDED=full,
+                SMOOTH=full,
+                CAPPED=full,
+                **({} if full else dict(bias=None, ignored=None)),
+            ),
+        )
+        for full in (False, True)
+    ],
     (softmax_rows._gradient, dict(WIDTH=4096, CAPPED=True)),
     (entmax_rows._entmax_row, dict(BLOCK=4096, GRADIENT=True, KIND=0)),
     (entmax_rows._flat_row, dict(BLOCK=4096, GRADIENT=True, KIND=2)),

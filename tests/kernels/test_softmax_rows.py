@@ -293,6 +293,101 @@ def test_the_true_class_keeps_its_gradient_near_one(impl, dtype, missing):
     assert error(loss, expected.loss) <= 1e-5
 
 
+def layer(n_rows, depth, n, dtype, device="cpu"):
+    """Hidden states, class vectors, biases and targets."""
+    sizes = (n_rows, depth), (n, depth), (n,)
+    made = [torch.randn(size, device=device).to(dtype) for size in sizes]
+    return *made, torch.randint(n, (n_rows,), device=device)
+
+
+def check_reduced(impl, given, ignore_index=None, options=PLAIN, mean=True, bias=True):
+    """Terms and gradient against float64, for scores that are rounded to the dtype."""
+    hidden, weight, offset, target = given
+    dtype, offset = hidden.dtype, offset if bias else None
+    exact = hidden.double() @ weight.double().T + (0.0 if offset is None else offset.double())
+    scores = exact.to(dtype, copy=True)
+    counts = torch.ones_like(target, dtype=torch.bool)
+    if ignore_index is not None:
+        counts = target != ignore_index
+    terms, states = kernels.softmax_rows.reduced_(
+        impl, scores, hidden, weight, offset, target, ignore_index, mean, True, *options
+    )
+    assert not terms[~counts].any()
+    assert not scores[~counts].any()
+    assert not states[~counts].any()
+    assert torch.equal(states[counts], hidden[counts])
+    if not counts.any():
+        return
+    n_rows = int(counts.sum())
+    share = torch.full((n_rows,), 1 / n_rows if mean else 1.0, dtype=torch.float64)
+    right = target[counts]
+    rows = Rows(
+        exact[counts].to(dtype), right, exact[counts].gather(-1, right[:, None]).squeeze(-1),
+        share, None,
+    )  # fmt: skip
+    expected = truth(rows, options)
+    size = float(exact[exact.isfinite()].abs().max()) / options.temperature + 10
+    wide = 2.0**-52 if dtype == torch.float64 else 2.0**-23
+    factor = 2 * (1 + options.z_loss * size)
+    assert error(terms[counts], expected.loss * share) <= 8 * wide * size * factor * share[0]
+    slack = 8 * wide * size * factor * share[0] / options.temperature + SMALLEST[dtype]
+    slack = slack + ROUNDING[dtype] * expected.gradient.abs()
+    assert error(scores[counts], expected.gradient, slack) <= 1
+
+
+# The CPU takes the reference.
+on_gpu_or_reference = pytest.mark.parametrize("impl", ["reference", "triton"])
+
+
+@on_gpu_or_reference
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_reduced_rows(impl, dtype, mean, bias):
+    device = place(impl, dtype)
+    for shape in [(1, 1, 1), (5, 33, 130), (3, 7, 4200), (2, 1100, 3)]:
+        given = layer(*shape, dtype, device)
+        check_reduced(impl, given, None, PLAIN, mean, bias)
+        check_reduced(impl, given, int(given[-1][0]), PLAIN, mean, bias)
+
+
+@on_gpu_or_reference
+@pytest.mark.parametrize("options", EACH)
+def test_reduced_rows_with_options(impl, options):
+    check_reduced(impl, layer(6, 20, 70, torch.float32, place(impl)), -100, options)
+
+
+@on_gpu_or_reference
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduced_rows_do_not_read_ignored_rows(impl, dtype):
+    hidden, weight, bias, target = layer(7, 20, 70, dtype, place(impl, dtype))
+    target[::2] = -100
+    hidden[::2] = math.nan
+    check_reduced(impl, (hidden, weight, bias, target), -100)
+    target.fill_(-100)
+    check_reduced(impl, (hidden, weight, bias, target), -100)
+
+
+@on_gpu_or_reference
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduced_rows_with_masked_classes(impl, dtype):
+    """A bias of -inf masks a class; where it masks all, losses are infinite and nothing moves."""
+    hidden, weight, bias, target = layer(5, 20, 70, dtype, place(impl, dtype))
+    bias[target] = 0.0
+    bias[(target[0] + 1) % 70] = -math.inf
+    target[:] = target[0]
+    check_reduced(impl, (hidden, weight, bias, target), -100)
+    bias[:] = -math.inf
+    scores = torch.full((5, 70), -math.inf, dtype=dtype, device=hidden.device)
+    target[3] = -100
+    for gradient in (False, True):
+        terms, _ = kernels.softmax_rows.reduced_(
+            impl, scores, hidden, weight, bias, target, -100, True, gradient, *PLAIN
+        )
+        assert terms.tolist() == [math.inf, math.inf, math.inf, 0.0, math.inf]
+        assert bool((scores == (0.0 if gradient else -math.inf)).all())
+
+
 @pytest.mark.parametrize("missing", [1e-3, 1e-6, 1e-9])
 def test_the_cpu_takes_what_is_left_of_one_from_the_other_classes(missing):
     """No difference of nearly equal numbers at all: relative accuracy for any p."""

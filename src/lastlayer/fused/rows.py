@@ -181,6 +181,8 @@ class RowLossKind(NamedTuple):
     """The reduced loss by torch's own operations and autograd, which take less host time for few
     scores. Its arguments are scores, target, the numeric options and reduction; it returns None if
     torch has no such loss."""
+    few: Callable[[Call], Result | None] | None = None
+    """Computes a small problem on a GPU with few launches, or returns None if it cannot."""
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
@@ -277,6 +279,9 @@ class _RowsEngine(Engine):
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
         name, numbers, ignore_index, chunk, _, *spread = options
+        few = ROW_LOSSES[name].few
+        if few is not None and (quick := few(call)) is not None:
+            return quick
         unweighted = upstream is None and self.is_unweighted(operands, options, reduction)
         if unweighted and fits_one_cpu_product(hidden, weight.shape[0], as_chunk(chunk)):
             return _loss_by_one_product(

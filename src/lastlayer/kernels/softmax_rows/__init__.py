@@ -2,7 +2,8 @@
 
 Options are those of :func:`lastlayer.fused.linear_cross_entropy`; a ``softcap`` or ``smoothing`` of
 0 means none. If ``scores`` are rounded, the score of the target can be given a second time in full
-precision. ``gradient_`` is for slabs of classes of rows whose normaliser is known.
+precision. ``reduced_`` is for small problems: one launch for the loss and the gradient of the mean,
+with ignored rows. ``gradient_`` is for slabs of classes of rows whose normaliser is known.
 """
 
 import torch
@@ -21,5 +22,13 @@ def _fake(scores: Tensor, target: Tensor, *options: object) -> tuple[Tensor, ...
     return loss, torch.empty_like(loss), *(each.new_empty(kept) for each in (loss, target, target))
 
 
+def _fake_reduced(scores: Tensor, hidden: Tensor, *_: object) -> tuple[Tensor, ...]:
+    loss = scores.new_empty(scores.shape[:1], dtype=accumulation_dtype(scores.dtype))
+    return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format)
+
+
 forward_ = operation("softmax_rows.forward_", "softmax_rows_", _fake, ("scores",))
+reduced_ = operation(
+    "softmax_rows.reduced_", "reduced_softmax_rows_", _fake_reduced, ("scores",), has_cpu=False
+)
 gradient_ = operation("softmax_rows.gradient_", "softmax_gradient_", writes=("scores",))

@@ -66,6 +66,38 @@ def forward_(
     return loss, lse, entropy, argmax, rank
 
 
+def reduced_(
+    scores: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    ignore_index: int | None, mean: bool, gradient: bool, smoothing: float, z_loss: float,
+    softcap: float, temperature: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Terms of the sum or mean over the rows that are not ignored, and hidden without the others.
+
+    ``scores`` are those of ``linear(hidden, weight, bias)``, perhaps rounded; with ``gradient``
+    they are overwritten with the gradient of the sum of all terms. In ignored rows the term, the
+    gradient and the returned hidden state are 0, even if hidden states or scores are NaN.
+    """
+    dtype = accumulation_dtype(scores.dtype)
+    counts = torch.ones_like(target, dtype=torch.bool)
+    if ignore_index is not None:
+        counts = target != ignore_index
+    share = counts.to(dtype)
+    if mean:
+        share = share / share.sum().clamp(min=1.0)
+    states = torch.where(counts.unsqueeze(-1), hidden, 0.0)
+    right = torch.where(counts, target, 0)
+    exact = None
+    if scores.dtype != dtype:
+        exact = (states.to(dtype) * weight[right].to(dtype)).sum(-1)
+        exact = exact if bias is None else exact + bias[right].to(dtype)
+    scores = scores if gradient else scores.clone()
+    loss, *_ = forward_(
+        scores.masked_fill_(~counts.unsqueeze(-1), 0.0), right, exact,
+        share if gradient else None, None, smoothing, z_loss, softcap, temperature, False,
+    )  # fmt: skip
+    return torch.where(counts, loss * share, 0.0), states
+
+
 def gradient_(
     scores: Tensor, target: Tensor, true: Tensor, lse: Tensor, push: Tensor, softcap: float,
     temperature: float,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lastlayer.kernels import softmax_rows
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import LOG2E, cdiv, expm1, tanh, tile_width
+from lastlayer.kernels._triton import LOG2E, cdiv, expm1, in_rows, tanh, tile_width
 
 # Scores that a program handles in one step.
 WIDEST_BLOCK = 4096
@@ -55,20 +55,14 @@ def _shaped(values, softcap, inverse_temperature, CAPPED: tl.constexpr):
         return values * inverse_temperature, inverse_temperature
 
 
-@kernel
-def _softmax_row(
-    scores, target, target_scores, row_scale, class_weight, weight_sum, loss, lse, entropy, argmax,
-    rank, n, stride, smoothing, z_loss, softcap, inverse_temperature,
+@triton.jit
+def _one_row(
+    scores, row, right, exact, share, counts, scale, class_weight, weight_sum, loss, lse, entropy,
+    argmax, rank, n, smoothing, z_loss, softcap, inverse_temperature,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
-    CAPPED: tl.constexpr, STATISTICS: tl.constexpr, GIVEN: tl.constexpr,
+    CAPPED: tl.constexpr, STATISTICS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    scores += row * stride
-    right = tl.load(target + row)
-    if GIVEN:
-        exact = tl.load(target_scores + row).to(tl.float32)
-    else:
-        exact = tl.load(scores + right).to(tl.float32)
+    """The loss of a row times ``share``, and its gradient times ``scale``; 0 if not ``counts``."""
     if STATISTICS:
         rounded = tl.load(scores + right).to(tl.float32)
 
@@ -126,8 +120,10 @@ def _softmax_row(
         row_loss += spread * (weights * log_sum - tl.sum(smooth_sums, 0))
         push += spread * weights
     # Fully masked rows have infinite loss.
-    tl.store(loss + row, tl.where(empty, float("inf"), row_loss))
-    tl.store(lse + row, log_sum)
+    row_loss = tl.where(empty, float("inf"), row_loss) * share
+    tl.store(loss + row, tl.where(counts, row_loss, 0.0))
+    if lse is not None:
+        tl.store(lse + row, log_sum)
     if STATISTICS:
         known = log_sum - tl.sum(score_sums, 0) / total
         tl.store(entropy + row, tl.where(empty, 0.0, known))
@@ -137,7 +133,7 @@ def _softmax_row(
         tl.store(rank + row, tl.where(ranked, above, NO_RANK))
 
     if GRADIENT:
-        scale = tl.where(empty, 0.0, tl.load(row_scale + row).to(tl.float32))
+        scale = tl.where(empty, 0.0, scale)
         # p - 1 from the exact score, by expm1 so that nothing cancels.
         gap = at_target - origin
         true = push * expm1(gap) + (push - pull)
@@ -160,8 +156,103 @@ def _softmax_row(
                 else:
                     gradient -= spread
             gradient = tl.where(column == right, true, gradient * slope)
-            gradient = gradient.to(scores.dtype.element_ty)
+            gradient = tl.where(counts, gradient, 0.0).to(scores.dtype.element_ty)
             tl.store(scores + column, gradient, mask=live, eviction_policy="evict_first")
+
+
+@kernel
+def _softmax_row(
+    scores, target, target_scores, row_scale, class_weight, weight_sum, loss, lse, entropy, argmax,
+    rank, n, stride, smoothing, z_loss, softcap, inverse_temperature,
+    BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
+    CAPPED: tl.constexpr, STATISTICS: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * stride
+    right = tl.load(target + row)
+    if GIVEN:
+        exact = tl.load(target_scores + row).to(tl.float32)
+    else:
+        exact = tl.load(scores + right).to(tl.float32)
+    scale = 1.0
+    if GRADIENT:
+        scale = tl.load(row_scale + row).to(tl.float32)
+    _one_row(
+        scores, row, right, exact, 1.0, True, scale, class_weight, weight_sum, loss, lse, entropy,
+        argmax, rank, n, smoothing, z_loss, softcap, inverse_temperature, BLOCK, GRADIENT,
+        WEIGHTED, SMOOTH, CAPPED, STATISTICS,
+    )  # fmt: skip
+
+
+def reduced_(
+    scores: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    ignore_index: int | None, mean: bool, gradient: bool, smoothing: float, z_loss: float,
+    softcap: float, temperature: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (n_rows, n), hidden, weight = scores.shape, in_rows(hidden), in_rows(weight)
+    masked, depth = ignore_index is not None, hidden.shape[1]
+    loss = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
+    states = torch.empty(n_rows, depth, device=hidden.device, dtype=hidden.dtype)
+    if n_rows:
+        block = tile_width(n, WIDEST_BLOCK, 32)
+        _reduced_row[(n_rows,)](
+            scores, hidden, weight, bias, target, states, loss, n_rows, n, depth, scores.stride(0),
+            hidden.stride(0), weight.stride(0), ignore_index, smoothing, z_loss, softcap,
+            1.0 / temperature, BLOCK=block, DEPTH=tile_width(depth, 1024, 32), MEAN=mean,
+            GRADIENT=gradient, MASKED=masked, BIASED=bias is not None,
+            ROUNDED=scores.dtype != torch.float32, SMOOTH=smoothing != 0.0, CAPPED=softcap != 0.0,
+            num_warps=max(1, block // 512),
+        )  # fmt: skip
+    return loss, states
+
+
+@kernel(do_not_specialize=["n_rows"])
+def _reduced_row(
+    scores, hidden, weight, bias, target, states, loss, n_rows, n, depth, stride, hidden_row,
+    weight_row, ignored, smoothing, z_loss, softcap, inverse_temperature,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
+    MASKED: tl.constexpr, BIASED: tl.constexpr, ROUNDED: tl.constexpr, SMOOTH: tl.constexpr,
+    CAPPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * stride
+    right = tl.load(target + row)
+    counts, share = tl.full((), 1, tl.int1), 1.0
+    if MASKED:
+        counts = right != ignored
+        right = tl.where(counts, right, 0)
+    if MEAN:
+        size = n_rows * 1.0
+        if MASKED:
+            total = tl.zeros((DEPTH,), dtype=tl.float32)
+            for first in range(0, n_rows, DEPTH):
+                some = first + tl.arange(0, DEPTH)
+                other = tl.load(target + some, mask=some < n_rows, other=ignored)
+                total += tl.where(other == ignored, 0.0, 1.0)
+            size = tl.maximum(tl.sum(total, 0), 1.0)
+        share = 1.0 / size
+    products = tl.zeros((DEPTH,), dtype=tl.float32)
+    for first in range(0, depth, DEPTH):
+        step = first + tl.arange(0, DEPTH)
+        inside = step < depth
+        # Hidden states of ignored rows may be NaN, so they are not read.
+        read = tl.where(counts, inside, False)
+        state = tl.load(hidden + row * hidden_row + step, mask=read, other=0.0)
+        tl.store(states + row * depth + step, state, mask=inside)
+        if ROUNDED:
+            vector = tl.load(weight + right * weight_row + step, mask=inside, other=0.0)
+            products += state.to(tl.float32) * vector.to(tl.float32)
+    if ROUNDED:
+        exact = tl.sum(products, 0)
+        if BIASED:
+            exact += tl.load(bias + right).to(tl.float32)
+    else:
+        exact = tl.load(scores + right).to(tl.float32)
+    _one_row(
+        scores, row, right, exact, share, counts, share, None, None, loss, None, None, None, None,
+        n, smoothing, z_loss, softcap, inverse_temperature, BLOCK, GRADIENT, False, SMOOTH, CAPPED,
+        False,
+    )  # fmt: skip
 
 
 def gradient_(
