@@ -16,12 +16,12 @@ from unfused import (
     unfused,
 )
 
-from lastlayer.fused import cross_entropy as cross_entropy_engine
 from lastlayer.fused import (
     linear_cross_entropy,
     linear_entmax_loss,
     linear_statistics,
     linear_topk_softmax_loss,
+    rows,
 )
 from lastlayer.fused.scores import ALIGN_FROM
 from waits import no_waits
@@ -57,7 +57,7 @@ def _exact_float32():
 @pytest.fixture(autouse=True)
 def _large_problems(monkeypatch):
     """The ways of large problems; tests/fused/test_few_launches.py tests that of small ones."""
-    monkeypatch.setattr(cross_entropy_engine, "_FEW_SCORES", 0)
+    monkeypatch.setattr(rows, "_FEW_SCORES", 0)
 
 
 def make(n, d, v, dtype, *, bias=True, ignored=0, scale=1.0):

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from lastlayer import kernels
 from lastlayer._checks import check_int, check_not_negative, check_positive, check_share
-from lastlayer._torch import gradient_sum_dtype, in_dtype, without_autocast
+from lastlayer._torch import in_dtype, without_autocast
 from lastlayer.fused.function import Call, Result
 from lastlayer.fused.rows import (
     MOST_ROUNDED_ADDITIONS,
@@ -30,16 +30,14 @@ from lastlayer.fused.rows import (
     RowOptions,
     RowResult,
     Wanted,
+    gradients_by_products,
     linear_loss,
     target_scores,
 )
-from lastlayer.fused.scores import ALIGN_FROM, LayerProducts, budget_bytes, multiply
+from lastlayer.fused.scores import LayerProducts, budget_bytes
 
 # Up to this hidden size recomputing a score in a tile is cheaper than storing it.
 WIDEST_TILED = 256
-# On a GPU problems with at most this many scores and rows take few launches: host time is most of
-# their time.
-_FEW_SCORES, _FEW_ROWS = 1 << 25, 1 << 12
 # Options of the plain cross entropy: smoothing, z loss, soft cap (0 for none), temperature.
 PLAIN = 0.0, 0.0, 0.0, 1.0
 # Rows and classes of a slab are multiples of this, to match the tiles of matrix units.
@@ -260,34 +258,10 @@ def cross_entropy_rows(
     return rows
 
 
-def _few(call: Call) -> Result | None:
-    """A small problem on a GPU by :func:`in_few_launches`; None if it is large or has weights."""
-    hidden, weight, _, _, class_weight, row_weight, weight_grad = call.operands
-    chunk_rows, spread = call.options[3], call.options[5]
-    (n, width), n_classes = hidden.shape, weight.shape[0]
-    suits = (
-        hidden.is_cuda
-        and class_weight is None
-        and row_weight is None
-        and weight_grad is None
-        and not spread
-        and call.reduction != "none"
-        and hidden.dtype in (torch.bfloat16, torch.float32)
-        and 0 < n <= _FEW_ROWS
-        and 0 < n * n_classes <= _FEW_SCORES
-        # Larger products need aligned operands.
-        and n * n_classes * width < ALIGN_FROM["cuda"]
-        and chunk_rows == "auto"
-        and kernels.available()["triton"] is None
-    )
-    return in_few_launches(call) if suits else None
-
-
 def in_few_launches(call: Call) -> Result:
-    """The loss by one product and one kernel, and its gradients by two products."""
+    """A small, unweighted problem: one product, one kernel and two products."""
     hidden, weight, bias, target, *_ = call.operands
     _, numbers, ignore_index, *_ = call.options
-    to_hidden, to_weight, to_bias = call.wanted
     with without_autocast(hidden):
         vectors = in_dtype(weight, hidden.dtype)
         offset = None if bias is None else in_dtype(bias, hidden.dtype)
@@ -296,17 +270,7 @@ def in_few_launches(call: Call) -> Result:
             "auto", scores, hidden, vectors, offset, target, ignore_index,
             call.reduction == "mean", True in call.wanted, *numbers,
         )  # fmt: skip
-        of_weight = None
-        if to_weight and weight.dtype == hidden.dtype:
-            of_weight = torch.mm(scores.t(), states)
-        elif to_weight:
-            of_weight = scores.new_empty(weight.shape, dtype=gradient_sum_dtype(weight.dtype))
-            multiply(of_weight, scores.t(), states)
-        pieces = (
-            torch.mm(scores, vectors) if to_hidden else None,
-            of_weight,
-            scores.sum(0, dtype=gradient_sum_dtype(bias.dtype)) if to_bias else None,
-        )
+        pieces = gradients_by_products(scores, states, vectors, weight, bias, call.wanted)
         return Result(losses.sum(), pieces)
 
 
@@ -335,7 +299,11 @@ def _native(
 
 
 ROW_LOSSES["cross_entropy"] = RowLossKind(
-    cross_entropy_rows, shortcut=tiles_or_slabs, stores=_stores, native=_native, few=_few
+    cross_entropy_rows,
+    shortcut=tiles_or_slabs,
+    stores=_stores,
+    native=_native,
+    few=in_few_launches,
 )
 ROW_LOSSES["cross_entropy_statistics"] = RowLossKind(
     partial(cross_entropy_rows, statistics=True), statistics=(3, 2)

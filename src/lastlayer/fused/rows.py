@@ -53,12 +53,15 @@ from lastlayer.fused.function import (
     normalized_factors,
 )
 from lastlayer.fused.scores import (
+    ALIGN_FROM,
     LayerProducts,
     as_chunk,
     fits_one_cpu_product,
     missing_columns,
+    multiply,
     part_of,
     rows_at_a_time,
+    scores_into,
 )
 from lastlayer.kernels import empty
 
@@ -71,6 +74,8 @@ _SYNC_FROM_MULTIPLICATIONS, _MASK_UP_TO_ROWS = 1 << 36, 1 << 16
 # Buffers per chunk if scores are float32 and their gradient is also split into two half-precision
 # terms, in units of half-precision scores.
 _PRECISE_COPIES = 4.0
+# On a GPU the host needs most of the time of problems with at most this many scores and rows.
+_FEW_SCORES, _FEW_ROWS = 1 << 25, 1 << 12
 # Buffers per chunk for classes that are sharded over processes.
 _SPREAD_COPIES = 1.0
 
@@ -181,8 +186,8 @@ class RowLossKind(NamedTuple):
     """The reduced loss by torch's own operations and autograd, which take less host time for few
     scores. Its arguments are scores, target, the numeric options and reduction; it returns None if
     torch has no such loss."""
-    few: Callable[[Call], Result | None] | None = None
-    """Computes a small problem on a GPU with few launches, or returns None if it cannot."""
+    few: Callable[[Call], Result] | None = None
+    """Computes a small problem on a GPU with fewer launches than :func:`loss_by_one_product`."""
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
@@ -279,14 +284,11 @@ class _RowsEngine(Engine):
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
         name, numbers, ignore_index, chunk, _, *spread = options
-        few = ROW_LOSSES[name].few
-        if few is not None and (quick := few(call)) is not None:
-            return quick
+        if is_small_on_gpu(call):
+            return (ROW_LOSSES[name].few or loss_by_one_product)(call)
         unweighted = upstream is None and self.is_unweighted(operands, options, reduction)
         if unweighted and fits_one_cpu_product(hidden, weight.shape[0], as_chunk(chunk)):
-            return _loss_by_one_product(
-                name, numbers, hidden, weight, bias, target, reduction, wanted
-            )
+            return loss_by_one_product(call)
         shards = Shards(*spread) if spread[0] else None
         with_gradients = upstream is not None or not self.recomputes(options, reduction)
         with without_autocast(hidden):
@@ -473,31 +475,93 @@ def linear_loss(
 ROWS, _eager_loss = _RowsEngine(), eager(linear_loss)
 
 
-def _loss_by_one_product(
-    name: str, numbers: Sequence[float], hidden: Tensor, weight: Tensor, bias: Tensor | None,
-    target: Tensor, reduction: str, wanted: Sequence[bool],
-) -> Result:  # fmt: skip
-    """The loss of a small, unweighted problem: the row loss and three products."""
-    (n, width), dtype, factors = hidden.shape, hidden.dtype, None
-    if True in wanted:
-        factors = kernels.full(n, 1.0 / n if reduction == "mean" else 1.0, dtype, hidden)
-    exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
-    loss, gradient, statistics = ROW_LOSSES[name].make(None, *numbers)(
-        linear(hidden, weight, bias), Chunk(target, exact, factors, width)
+def is_small_on_gpu(call: Call) -> bool:
+    """Whether the host needs more time for chunks than a GPU for the products."""
+    hidden, weight, _, _, class_weight, row_weight, weight_grad = call.operands
+    name, chunk_rows, spread = call.options[0], call.options[3], call.options[5]
+    (n, width), n_classes = hidden.shape, weight.shape[0]
+    return (
+        hidden.is_cuda
+        and class_weight is None
+        and row_weight is None
+        and weight_grad is None
+        and not spread
+        and call.reduction != "none"
+        # The factors of float16 gradients have to be normalised.
+        and hidden.dtype in (torch.bfloat16, torch.float32)
+        and 0 < n <= _FEW_ROWS
+        and 0 < n * n_classes <= _FEW_SCORES
+        # Larger products need aligned operands.
+        and n * n_classes * width < ALIGN_FROM["cuda"]
+        and chunk_rows == "auto"
+        and not any(ROW_LOSSES[name].statistics)
+        and kernels.available()["triton"] is None
     )
-    loss = loss.mean() if reduction == "mean" else loss.sum()
+
+
+def loss_by_one_product(call: Call) -> Result:
+    """The loss of a small, unweighted problem: one product, the row loss and two products."""
+    hidden, weight, bias, target, *_ = call.operands
+    name, numbers, ignore_index, *_ = call.options
+    kind, mean, n = ROW_LOSSES[name], call.reduction == "mean", hidden.shape[0]
+    to_hidden, to_weight, to_bias = call.wanted
+    counts = factors = None
+    with without_autocast(hidden):
+        vectors = in_dtype(weight, hidden.dtype)
+        offset = None if bias is None else in_dtype(bias, hidden.dtype)
+        if ignore_index is not None:
+            target, hidden, counts, factors = kernels.products.row_factors(
+                "auto", target, hidden, None, ignore_index, mean
+            )
+        elif True in call.wanted:
+            dtype = accumulation_dtype(hidden.dtype)
+            factors = kernels.full(n, 1.0 / n if mean else 1.0, dtype, hidden)
+        if kind.wide(hidden, weight.shape[0]):
+            scores = hidden.new_empty(n, weight.shape[0], dtype=torch.float32)
+            scores_into(scores, hidden, vectors, offset)
+        else:
+            scores = linear(hidden, vectors, offset)
+        exact = partial(kernels.products.scores, "auto", hidden, vectors, offset)
+        chunk = Chunk(target, exact, factors if True in call.wanted else None, hidden.shape[1])
+        loss, gradient, statistics = kind.make(None, *numbers)(scores, chunk)
+        if counts is not None:
+            loss = RowScale.of(counts, call.reduction, n).reduce(loss, call.reduction)
+        else:
+            loss = loss.mean() if mean else loss.sum()
+        if isinstance(gradient, Sparse):
+            layer = LayerProducts([vectors], offset, n)
+            made = _Gradients(
+                hidden, layer, Wanted(to_hidden, to_weight, to_bias), n,
+                gradient_sum_dtype(weight.dtype),
+            )  # fmt: skip
+            made.add(slice(0, n), gradient, gradient.values)
+            return Result(loss, made.finished(), statistics)
+        if gradient is None:
+            return Result(loss, (None, None, None), statistics)
+        pieces = gradients_by_products(gradient, hidden, vectors, weight, bias, call.wanted)
+        return Result(loss, pieces, statistics)
+
+
+def gradients_by_products(
+    gradient: Tensor,
+    rows: Tensor,
+    vectors: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The wanted gradients of hidden, weight and bias, from that of all scores."""
     to_hidden, to_weight, to_bias = wanted
-    if isinstance(gradient, Sparse):
-        layer = LayerProducts([weight], bias, n)
-        made = _Gradients(hidden, layer, Wanted(to_hidden, to_weight, to_bias), n, dtype)
-        made.add(slice(0, n), gradient, gradient.values)
-        return Result(loss, made.finished(), statistics)
-    pieces = (
-        torch.mm(gradient, weight) if to_hidden else None,
-        torch.mm(gradient.t(), hidden) if to_weight else None,
-        gradient.sum(0) if to_bias else None,
-    ) if gradient is not None else (None, None, None)  # fmt: skip
-    return Result(loss, pieces, statistics)
+    rounded, of_weight, of_bias = in_dtype(gradient, rows.dtype), None, None
+    if to_weight:
+        dtype = gradient_sum_dtype(weight.dtype)
+        if dtype == rows.dtype:
+            of_weight = torch.mm(rounded.t(), rows)
+        else:
+            of_weight = multiply(rows.new_empty(weight.shape, dtype=dtype), rounded.t(), rows)
+    if bias is not None and to_bias:
+        of_bias = gradient.sum(0, dtype=gradient_sum_dtype(bias.dtype))
+    return torch.mm(rounded, vectors) if to_hidden else None, of_weight, of_bias
 
 
 def _with_ignored(call: Call) -> tuple[Tensor, Tensor, Tensor | None, bool]:
