@@ -70,3 +70,8 @@ def test_a_process_that_is_lost_is_named_by_the_others(tmp_path, what):
 @pytest.mark.gpu
 def test_two_processes_that_share_a_gpu(tmp_path):
     run_script(HERE / "gpu_process.py", 2, tmp_path)
+
+
+@pytest.mark.gpu
+def test_one_process_with_nccl(tmp_path):
+    run_script(HERE / "gpu_process.py", 1, tmp_path, "nccl")
