@@ -50,17 +50,19 @@ class Kernel(JITFunction):  # type: ignore[misc]
         device = torch._C._cuda_getDevice()
         key: list[Any] = [device]
         passed: list[Any] = []
-        for place, each in enumerate(args):
+        for each in args:
             if type(each) in _NUMBERS:
                 passed.append(each)
-                by_type = place in self._by_type and type(each) is int
-                key.append(-_LARGE <= each < _LARGE if by_type else each)
+                key.append(each)
             else:
                 pointer = each.data_ptr()
                 passed.append(pointer)
                 # A tensor that is not on a GPU goes through Triton, which raises its own error.
-                plain = each.is_cuda and not pointer & 15
+                plain = not pointer & 15 and each.is_cuda
                 key.append(each.dtype if plain else (each.is_cuda, pointer & 15 == 0, each.dtype))
+        for place in self._by_type:
+            if type(each := args[place]) is int:
+                key[place + 1] = -_LARGE <= each < _LARGE
         kept = *key, *constants.values()
         prepared = self._prepared.get(kept)
         hook = knobs.runtime.launch_enter_hook
