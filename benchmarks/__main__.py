@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         option = add(family, _measure, f"verify the {family} family, then time it and its peers")
         option("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
         option("--quick", action="store_true", help="few and small shapes")
-        option("--only", default="", metavar="TEXT", help="cases whose title contains this")
+        option("--only", nargs="+", default=[""], metavar="TEXT",
+               help="cases whose title contains one of these")  # fmt: skip
         option("--no-peers", action="store_true", help="leave other packages out")
         option("--json", type=Path, metavar="FILE", help="append records as JSON lines")
         option("--plot", type=Path, metavar="FILE", help="draw the results as a PNG")

@@ -492,18 +492,18 @@ def _describe(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {message}"[:100].rstrip(": ")
 
 
-def chosen(cases: Sequence[Case], only: str, *, peers: bool) -> list[Case]:
-    """The cases whose title contains ``only``, with or without peers.
+def chosen(cases: Sequence[Case], only: Sequence[str], *, peers: bool) -> list[Case]:
+    """The cases whose title contains one of the texts ``only``, with or without peers.
 
     Raises:
         ValueError: if there are none.
     """
-    found = [case for case in cases if only.lower() in case.title.lower()]
+    found = [case for case in cases if any(text.lower() in case.title.lower() for text in only)]
     if not found:
         titles = [case.title for case in cases]
         more = f"; and {len(titles) - _SHOWN} more" if len(titles) > _SHOWN else ""
         shown = "; ".join(titles[:_SHOWN]) + more
-        raise ValueError(f"--only: expected part of one of [{shown}], got {only!r}")
+        raise ValueError(f"--only: expected part of one of [{shown}], got {' '.join(only)!r}")
     if peers:
         return found
     kept = [tuple(m for m in case.methods if m.source in _AT_HAND) for case in found]

@@ -185,8 +185,8 @@ def test_only_chooses_by_title_and_peers_can_be_left_out():
         return driver.Case(section, (1, 2), "float32", "forward", (ours, peer), lambda *_: ())
 
     cases = [case("wide"), case("narrow")]
-    (found,) = driver.chosen(cases, "WIDE", peers=False)
+    (found,) = driver.chosen(cases, ["WIDE", "no such"], peers=False)
     assert found.section == "wide"
     assert [m.source for m in found.methods] == ["lastlayer"]
     with pytest.raises(ValueError, match=r"expected part of one of \[wide 1×2 float32"):
-        driver.chosen(cases, "none", peers=True)
+        driver.chosen(cases, ["none"], peers=True)
