@@ -40,14 +40,37 @@ def problem(tree, dtype=torch.float64, n=7, device="cpu"):
 def test_the_operation_of_binary_paths(reduction, ignore_index):
     tables, leaves, target = problem(BINARY)
     target = target.clamp(min=0) if ignore_index is None else target
-    given = [*leaves, target, tables.leaf_rank, tables.path_start, tables.path_edge]
+    given = [*leaves, target, tables.leaf_rank, tables.path_start, tables.path_edge, None]
     for wanted in ([True] * 3, [False, True, False], [True, False, False], [False] * 3):
         options = ignore_index, tables.longest, torch.float64, tables.n_inner, None
-        arguments = [each.detach() for each in given], None, *options, reduction, wanted
+        arguments = (
+            [None if each is None else each.detach() for each in given],
+            None,
+            *options,
+            reduction,
+            wanted,
+        )
         torch.library.opcheck(
             torch.ops.lastlayer.path_loss.default, arguments,
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_gradients_with_a_bound(reduction, dtype):
+    """As on a GPU: padded, and the gradient of hidden is scaled by the same operation."""
+    tables, leaves, target = problem(BINARY, dtype)
+    tree = tables.leaf_rank, tables.path_start, tables.path_edge, tables.level_start
+    made = []
+    for room in (None, -1, tables.most_touched(7)):
+        options = -100, tables.longest, dtype, tables.n_inner, room
+        (loss,) = paths.fused_loss(paths._PATHS, (*leaves, target, *tree), options, reduction)
+        upstream = torch.linspace(0.5, 2.0, 7)[: loss.numel()].reshape(loss.shape)
+        made.append([each.to_dense() for each in torch.autograd.grad(loss, leaves, upstream)])
+    for dense, exact, padded in zip(*made, strict=True):
+        torch.testing.assert_close(exact, dense)
+        torch.testing.assert_close(padded, dense)
 
 
 def test_the_operation_of_nodes_one_by_one():

@@ -140,8 +140,8 @@ CASES = [
 
 LONGS = ("target", "classes", "order", "starts", "argmax", "rank")
 FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "lse", "entropy")
-LONGS += ("path_start", "starts", "touched", "opened")
-INTS = ("path_edge", "rank", "keys", "place", "ints")
+LONGS += ("path_start", "runs", "touched", "opened")
+INTS = ("path_edge", "rank", "keys", "level_start")
 INTS += ("child", "ids")
 FLOATS += (
     "losses",
@@ -172,6 +172,7 @@ NUMBERS = ("scale", "keep", "smoothing", "z_loss", "softcap", "inverse_temperatu
 HALVES = (
     "hidden",
     "states",
+    "scaled",
     "weight",
     "bias",
     "weight_gradient",
@@ -191,7 +192,7 @@ ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS", "
 TILE = dict(EVEN=False, BIASED=True, CAPPED=True)
 TO_BOTH = dict(TO_NODES=True, TO_HIDDEN=True)
 SEARCH = dict(WIDTH=16, GROUP=16, BEAM_DEPTH=256, DEPTH=256)
-RUNS = dict(TILE=64, WIDTH=512, PLACED=True, TO_WEIGHT=True, TO_BIAS=True)
+RUNS = dict(WIDTH=512, PLACED=True, TO_WEIGHT=True, TO_BIAS=True)
 FUSED_CASES = [
     (softmax_rows._softmax_row, dict(BLOCK=4096, **ALL)),
     *[
@@ -232,13 +233,14 @@ FUSED_CASES = [
         dict(PARTS=16, DEPTH=64, WEIGHTED=True, MORE=True, SCALED=True, MEAN=True, CAPPED=True),
     ),
     (tree_path._sort_keys, dict(IGNORES=True, ROWS=1024)),
+    (tree_path._place_rows, dict(IGNORES=True, ROWS=32, OTHERS=256)),
     (
         tree_path._losses_of_rows,
         dict(NODES=8, WIDTH=512, IGNORES=True, BIASED=True, ORDERED=True, **TO_BOTH),
     ),
-    (tree_path._compare_paths, dict(IGNORES=True, ROWS=32, LEVELS=32, PLACED=True)),
-    (tree_path._sum_tiles, dict(LEVELS=8, GROUP=4, **RUNS)),
-    (tree_path._sum_pieces, dict(GROUP=16, **RUNS)),
+    (tree_path._compare_paths, dict(IGNORES=True, ROWS=32, LEVELS=32, **RUNS)),
+    (tree_path._sum_tiles, dict(TILE=64, LEVELS=4, GROUP=4, TO_HIDDEN=True, **RUNS)),
+    (tree_path._sum_pieces, dict(TILE=64, GROUP=16, **RUNS)),
     (search._search, dict(NODES=512, LEAVES=512, BIASED=True, **SEARCH)),
 ]
 

@@ -61,6 +61,20 @@ class Case(NamedTuple):
         paths = self.tables.path_start, self.tables.path_edge, self.ignore_index
         return slopes, factor, self.hidden, self.target, order, *paths
 
+    def touched(self, impl, slopes, factor, order, *wanted, gradient=None):
+        """Nodes found, gradients and scaled gradient of hidden; Triton pads, and so do others."""
+        *summed, ignore_index = self.summed(slopes, factor, order)
+        most = self.tables.most_touched(len(self.target))
+        given = *summed, self.tables.level_start, ignore_index, *wanted, most, gradient
+        nodes, *sums, scaled = tree_path.to_touched_nodes(impl, *given)
+        assert nodes.shape == (1, most)
+        found = nodes[0] > 0
+        found[:1] = self.known().any()
+        for each in sums:
+            assert len(each) in (0, most)
+            assert not len(each) or not each[~found].any()
+        return nodes[0][found], *(each[found] if len(each) else each for each in sums), scaled
+
     def known(self) -> Tensor:
         inside = (self.target >= 0) & (self.target < self.tables.n_classes)
         return inside if self.ignore_index is None else inside & (self.target != self.ignore_index)
@@ -107,7 +121,13 @@ def check(impl: str, made: Case, factor: Tensor | None = None) -> None:
         assert got.dtype == dtype
         finite = right.nan_to_num().abs().max().item() if right.numel() else 0.0
         assert error(got, right) <= room[0] * (1 + finite) + room[1] * finite
-    (touched,), *some = tree_path.to_touched_nodes(impl, *summed, *wanted)
+    given = slopes, factor.to(wide), order
+    touched, *some, scaled = made.touched(impl, *given, *wanted, gradient=rows)
+    assert scaled.dtype == dtype
+    whole = rows.double() * factor.double().reshape(-1, 1)
+    torch.testing.assert_close(
+        scaled.double(), whole, rtol=4 * ROUNDING[dtype], atol=1e-7, equal_nan=True
+    )
     nodes = {
         int(edge) >> 1
         for c in made.target[made.known()].tolist()
@@ -119,18 +139,68 @@ def check(impl: str, made: Case, factor: Tensor | None = None) -> None:
             torch.testing.assert_close(got, whole[touched], rtol=0, atol=0, equal_nan=True)
 
 
-@every_implementation
-def test_there_is_room_for_the_most_nodes_that_there_can_be(impl):
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_without_a_bound_there_is_no_padding(impl):
     made = case(random_tree(9, 0), 6, 3, device=place(impl))
     _, order, slopes, _ = made.loss(impl)
-    summed = made.summed(slopes, torch.tensor(0.5, device=place(impl)), order)
-    right = tree_path.to_touched_nodes(impl, *summed, torch.float32, True, True)
-    padded = tree_path.to_touched_nodes(impl, *summed, torch.float32, True, True, 11)
-    assert padded[0].shape == (1, 11)
-    for got, known in zip((padded[0][0], *padded[1:]), (right[0][0], *right[1:]), strict=True):
-        assert len(got) == 11
-        assert torch.equal(got[: len(known)], known)
-        assert not got[len(known) :].any()
+    given, wanted = (slopes, torch.tensor(0.5), order), (torch.float32, True, True)
+    right = made.touched(impl, *given, *wanted)
+    *summed, ignore_index = made.summed(*given)
+    whole = tree_path.to_touched_nodes(
+        impl, *summed, made.tables.level_start, ignore_index, *wanted
+    )
+    for got, known in zip((whole[0][0], *whole[1:]), right, strict=True):
+        assert torch.equal(got, known)
+
+
+@every_implementation
+def test_more_room_than_nodes(impl):
+    """Padding is zeros for node 0."""
+    made = case(random_tree(9, 0), 6, 3, device=place(impl))
+    _, order, slopes, _ = made.loss(impl)
+    given, wanted = (
+        (slopes, torch.tensor(0.5, device=place(impl)), order),
+        (torch.float32, True, True),
+    )
+    *summed, ignore_index = made.summed(*given)
+    nodes, *sums, _ = tree_path.to_touched_nodes(
+        impl, *summed, made.tables.level_start, ignore_index, *wanted, 11
+    )
+    touched, *right, _ = made.touched(impl, *given, *wanted)
+    assert nodes.shape == (1, 11)
+    assert nodes.unique().tolist() == touched.tolist()
+    for got, few in zip(sums, right, strict=True):
+        whole = torch.zeros(8, *few.shape[1:], device=few.device)
+        expected = whole.index_copy(0, touched, few)
+        assert torch.equal(whole.index_add_(0, nodes[0], got), expected)
+
+
+@every_implementation
+def test_an_upstream_gradient_that_is_expanded(impl):
+    made = case(random_tree(9, 0), 6, 3, device=place(impl))
+    _, order, slopes, rows = made.loss(impl)
+    one = torch.tensor(0.5, device=place(impl))
+    wanted = torch.float32, True, True
+    for whole, expanded in zip(
+        made.touched(impl, slopes, one, order, *wanted, gradient=rows),
+        made.touched(impl, slopes, one.expand(6), order, *wanted, gradient=rows),
+        strict=True,
+    ):
+        assert torch.equal(whole, expanded)
+
+
+def test_many_rows_are_sorted_by_torch(monkeypatch):
+    device = place("triton")
+    triton = pytest.importorskip("lastlayer.kernels.tree_path.triton")
+    for n in (1, 70, 600):
+        made = case(random_tree(40, 0), n, 3, device=device)
+        made.target[::5] = -100
+        made.target[1:3] = 99
+        monkeypatch.setattr(triton, "MOST_COMPARED", 1000)
+        compared = made.loss("triton", mean=True)
+        monkeypatch.setattr(triton, "MOST_COMPARED", 0)
+        for one, other in zip(compared, made.loss("triton", mean=True), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +217,8 @@ def _short_tiles(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_trees(impl, dtype, seed):
     device = place(impl, dtype)
-    for classes, n, d, biased in [(2, 7, 5, True), (37, 1, 1, False), (23, 26, 40, True)]:
+    sizes = [(2, 7, 5, True), (37, 1, 1, False), (23, 26, 40, True), (200, 21, 6, True)]
+    for classes, n, d, biased in sizes:
         tree = random_tree(classes, seed + classes)
         check(impl, case(tree, n, d, dtype, device, biased))
 
@@ -238,11 +309,13 @@ def test_what_is_not_asked_for_is_empty(impl):
         assert torch.equal(losses, whole[0])
         assert len(order) == len(slopes) == 6 * to_nodes
         assert len(rows) == 6 * to_hidden
-    summed = made.summed(whole[2], torch.ones(6, device=place(impl)), whole[1])
+    given = whole[2], torch.ones(6, device=place(impl)), whole[1]
+    summed = made.summed(*given)
     both = tree_path.to_nodes(impl, *summed, 8, torch.float32, True, True)
     for wanted in ((True, False), (False, True)):
         some = tree_path.to_nodes(impl, *summed, 8, torch.float32, *wanted)
-        rows = tree_path.to_touched_nodes(impl, *summed, torch.float32, *wanted)[1:]
+        *rows, scaled = made.touched(impl, *given, torch.float32, *wanted)[1:]
+        assert not len(scaled)
         for asked, got, few, right in zip(wanted, some, rows, both, strict=True):
             assert torch.equal(got, right if asked else right[:0])
             assert (len(few) > 0) == asked
@@ -279,8 +352,7 @@ def test_threads_change_nothing(dtype):
 
     def run():
         losses, order, slopes, rows = made.loss("cpu")
-        summed = made.summed(slopes, torch.ones(400), order)
-        return losses, rows, *tree_path.to_touched_nodes("cpu", *summed, dtype, True, True)
+        return losses, rows, *made.touched("cpu", slopes, torch.ones(400), order, dtype, True, True)
 
     alone = run()
     with three_threads():
@@ -300,7 +372,8 @@ def test_the_cpu_copies_no_vectors_of_paths(dtype):
     paths = t.path_start, t.path_edge, -100
     with LargestResult() as watch:
         _, order, slopes, _ = cpu.loss(*made[1:5], t.leaf_rank, *paths, t.longest, True, True, True)
-        cpu.to_touched_nodes(*made.summed(slopes, torch.ones(100), order), dtype, True, True)
+        *summed, ignore_index = made.summed(slopes, torch.ones(100), order)
+        cpu.to_touched_nodes(*summed, t.level_start, ignore_index, dtype, True, True)
     assert 0 < watch.numbers <= 100 * 64
 
 
@@ -346,12 +419,13 @@ def test_torch_accepts_the_operations():
     for wanted in ((True, True), (False, False)):
         given = (*made[1:5], t.leaf_rank, *paths, t.longest, *wanted, wanted[0])
         torch.library.opcheck(ops.tree_path_loss.default, given)
-    _, order, slopes, _ = made.loss("auto")
+    _, order, slopes, rows = made.loss("auto")
     summed = made.summed(slopes, torch.tensor(1.0), order)
     for wanted in ((torch.float32, True, True), (torch.bfloat16, True, False)):
         torch.library.opcheck(ops.tree_path_to_nodes.default, (*summed, 8, *wanted))
-        torch.library.opcheck(ops.tree_path_to_touched_nodes.default, (*summed, *wanted))
-        torch.library.opcheck(ops.tree_path_to_touched_nodes.default, (*summed, *wanted, 9))
+        given = *summed[:-1], t.level_start, summed[-1], *wanted
+        for more in ((), (9,), (9, rows)):
+            torch.library.opcheck(ops.tree_path_to_touched_nodes.default, (*given, *more))
 
 
 @pytest.mark.gpu

@@ -285,26 +285,27 @@ def reduced(
 
 
 class _PathEngine(Engine):
-    """Operands: hidden, weight, bias; target, leaf_rank, path_start, path_edge.
+    """Operands: hidden, weight, bias; target, leaf_rank, path_start, path_edge, level_start.
 
     ``dtype`` and ``n_nodes`` are those of the weight. ``room`` asks for row-sparse gradients: it is
     the number of rows to allocate, or -1 to allocate exactly the rows that have a gradient.
+    ``level_start`` may be None without ``room``.
     """
 
     name = "path_loss"
     schema = "int? ignore_index, int longest, ScalarType dtype, int n_nodes, int? room"
-    n_constants = 4
-    kept = (0, 3, 5, 6)
+    n_constants = 5
+    kept = (0, 3, 5, 6, 7)
     recomputes_unreduced = False
     what = "the loss of a binary tree"
     instead = "head.log_prob(hidden, classes), which has them"
 
     def compute(self, call: Call) -> Result:
         operands, (ignore_index, longest, *_), reduction, wanted, _ = call
-        to_nodes = wanted[1] or wanted[2]
+        to_nodes, mean = wanted[1] or wanted[2], reduction == "mean"
         with without_autocast(operands[0]):
             losses, order, slopes, rows = tree_path.loss(
-                "auto", *operands, ignore_index, longest, to_nodes, wanted[0], reduction == "mean"
+                "auto", *operands[:7], ignore_index, longest, to_nodes, wanted[0], mean
             )
             loss = losses if reduction == "none" else losses.sum()
         return Result(loss, (rows, slopes, order))
@@ -319,7 +320,7 @@ class _PathEngine(Engine):
         return Result(loss, (rows, slopes, target.new_empty(m)))
 
     def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
-        hidden, _, _, target, _, path_start, path_edge = call.operands
+        hidden, _, _, target, _, path_start, path_edge, level_start = call.operands
         ignore_index, _, dtype, n_nodes, room = call.options
         to_hidden, to_weight, to_bias = call.wanted
         rows, slopes, order = pieces
@@ -327,26 +328,30 @@ class _PathEngine(Engine):
         if by_row and ignore_index is not None:
             factor = torch.where(target == ignore_index, 0.0, factor)
         of_hidden = weight = bias = None
-        if to_hidden:
+        sparse = (to_weight or to_bias) and room is not None and not torch.compiler.is_compiling()
+        # On a GPU the kernel for sparse gradients scales the gradient of hidden, too.
+        scales = to_hidden and sparse and room >= 0
+        if to_hidden and not scales:
             scale = factor.unsqueeze(-1) if by_row else factor
             if rows.dtype != hidden.dtype:
                 of_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=rows.device)
                 torch.mul(rows, scale, out=of_hidden)
             else:
                 of_hidden = rows.mul_(scale) if reusable else rows * scale
-        if to_weight or to_bias:
-            summed = slopes, factor, hidden, target, order, path_start, path_edge, ignore_index
-            gradients = dtype, to_weight, to_bias
-            if room is None or torch.compiler.is_compiling():
-                weight, bias = tree_path.to_nodes("auto", *summed, n_nodes, *gradients)
-            else:
-                most = None if room < 0 else room
-                touched, weight, bias = tree_path.to_touched_nodes(
-                    "auto", *summed, *gradients, most
-                )
-                shape, once = (n_nodes, hidden.shape[1]), most is None
-                weight = _row_sparse(touched, weight, shape, once) if to_weight else None
-                bias = _row_sparse(touched, bias, shape[:1], once) if to_bias else None
+        summed = slopes, factor, hidden, target, order, path_start, path_edge
+        gradients = dtype, to_weight, to_bias
+        if sparse:
+            most = None if room < 0 else room
+            touched, weight, bias, scaled = tree_path.to_touched_nodes(
+                "auto", *summed, level_start, ignore_index, *gradients, most,
+                rows if scales else None,
+            )  # fmt: skip
+            shape, once = (n_nodes, hidden.shape[1]), most is None
+            weight = _row_sparse(touched, weight, shape, once) if to_weight else None
+            bias = _row_sparse(touched, bias, shape[:1], once) if to_bias else None
+            of_hidden = scaled if scales else of_hidden
+        elif to_weight or to_bias:
+            weight, bias = tree_path.to_nodes("auto", *summed, ignore_index, n_nodes, *gradients)
         return [of_hidden, weight if to_weight else None, bias if to_bias else None]
 
 
@@ -375,7 +380,8 @@ def path_loss(
         # On a GPU an upper bound: for each level its number of nodes, or the number of rows.
         room = -1 if hidden.device.type == "cpu" else tables.most_touched(hidden.shape[0])
     options = ignore_index, tables.longest, weight.dtype, tables.n_inner, room
-    tree = tables.leaf_rank, tables.path_start, tables.path_edge
+    levels = tables.level_start if sparse else None
+    tree = tables.leaf_rank, tables.path_start, tables.path_edge, levels
     return fused_loss(_PATHS, (hidden, weight, bias, target, *tree), options, reduction)[0]
 
 

@@ -75,7 +75,7 @@ class HierarchicalSoftmax(Head):
     With ``sparse=True`` the gradients of ``weight`` and ``bias`` are sparse tensors of the rows
     that were touched, for ``lastlayer.optim.RowAdagrad``, ``torch.optim.SparseAdam`` or SGD. With
     dense gradients most of a step is spent on zeros. On a GPU, sparse gradients of a binary tree
-    are not coalesced, and end with zero entries for the root. Gradients stay dense for ``log_prob``
+    are not coalesced, and contain zero entries for the root. Gradients stay dense for ``log_prob``
     of all classes, in compiled code, and for wider nodes during CUDA graph capture.
 
     Args:

@@ -39,13 +39,21 @@ def _to_nodes(
     return weight, slopes.new_empty(n_nodes if to_bias else 0, dtype=dtype)
 
 
-def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _to_touched_nodes(
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
+    path_start: Tensor, path_edge: Tensor, _level_start: Tensor, ignore_index: int | None,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool, most: int | None = None,
+    gradient: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     # The size is `most`, or the number of nodes that the kernel finds.
-    most = args[11] if len(args) > 11 else None
-    touched = torch.library.get_ctx().new_dynamic_size() if most is None else most
-    nodes = args[0].new_empty(1, touched, dtype=torch.int64)
-    weight, bias = _to_nodes(*[*args[:8], touched, *args[8:11]])
-    return nodes, weight, bias
+    m: Any = torch.library.get_ctx().new_dynamic_size() if most is None else most
+    touched = slopes.new_empty(1, m, dtype=torch.int64)
+    weight, bias = _to_nodes(
+        slopes, factor, hidden, target, order, path_start, path_edge, ignore_index, m, dtype,
+        to_weight, to_bias,
+    )  # fmt: skip
+    n, depth = hidden.shape
+    return touched, weight, bias, hidden.new_empty(0 if gradient is None else n, depth)
 
 
 loss = operation("tree_path.loss", "tree_path_loss", _loss)

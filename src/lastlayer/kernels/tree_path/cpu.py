@@ -58,9 +58,9 @@ def to_nodes(
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, n_nodes: int,
     dtype: torch.dtype, to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    touched, *sums = to_touched_nodes(
-        slopes, factor, hidden, target, order, path_start, path_edge, ignore_index, dtype,
-        to_weight, to_bias,
+    touched, *sums, _ = to_touched_nodes(
+        slopes, factor, hidden, target, order, path_start, path_edge, path_edge, ignore_index,
+        dtype, to_weight, to_bias,
     )  # fmt: skip
     made = []
     for wanted, values in zip((to_weight, to_bias), sums, strict=True):
@@ -72,9 +72,10 @@ def to_nodes(
 
 def to_touched_nodes(
     slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
-    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
-    to_weight: bool, to_bias: bool, most: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    path_start: Tensor, path_edge: Tensor, _level_start: Tensor, ignore_index: int | None,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool, most: int | None = None,
+    gradient: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     depth, ignores, ignored = hidden.shape[1], ignore_index is not None, ignore_index or 0
     starts, edges = _paths_in_order(
         as_numpy(order), as_numpy(target.contiguous()), as_numpy(path_start), as_numpy(path_edge),
@@ -89,8 +90,11 @@ def to_touched_nodes(
         as_numpy(factor.detach().reshape(-1).contiguous()), as_rows(hidden), as_numpy(weight),
         as_numpy(bias),
     )  # fmt: skip
-    touched = pad(torch.from_numpy(node), (0, m - len(node)))
-    return touched.unsqueeze(0), weight.to(dtype), bias.to(dtype)
+    touched = pad(torch.from_numpy(node), (0, m - len(node))).unsqueeze(0)
+    scaled = hidden.new_empty(0, depth)
+    if gradient is not None:
+        scaled = (gradient * factor.reshape(-1, 1)).to(hidden.dtype)
+    return touched, weight.to(dtype), bias.to(dtype), scaled
 
 
 @by_rows

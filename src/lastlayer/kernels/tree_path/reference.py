@@ -97,14 +97,20 @@ def to_nodes(
 
 def to_touched_nodes(
     slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, _order: Tensor,
-    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
-    to_weight: bool, to_bias: bool, most: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    path_start: Tensor, path_edge: Tensor, _level_start: Tensor, ignore_index: int | None,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool, most: int | None = None,
+    gradient: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The nodes on the paths, ascending, ``(1, m)``, and their rows of :func:`to_nodes`.
 
-    Arguments are those of :func:`to_nodes` without ``n_nodes``, and ``most``: the number of nodes
-    to allocate, padded with zeros for node 0. If it is None, m is the number of nodes found, which
-    needs a host sync.
+    Arguments are those of :func:`to_nodes` without ``n_nodes``, and:
+
+    * level_start: the first edge of each level, ``(levels + 1,)``: twice its first node;
+    * most: m, at least the sum of ``min(n, nodes)`` over the levels; anywhere among the nodes found
+      there is padding, zeros for node 0. If it is None, m is the number of nodes found, which needs
+      a host sync; Triton does not implement it;
+    * gradient: the gradient of hidden from :func:`loss`, or None. The fourth result is this times
+      ``factor``, in the dtype of hidden, or empty.
     """
     _, known = _kinds(target, path_start, ignore_index)
     node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])
@@ -116,7 +122,11 @@ def to_touched_nodes(
     left = 0 if most is None else most - len(touched)
     weight = pad(weight, (0, 0, 0, left if to_weight else 0))
     bias = pad(bias, (0, left if to_bias else 0))
-    return pad(touched, (0, left)).unsqueeze(0), weight.to(dtype), bias.to(dtype)
+    touched = pad(touched, (0, left)).unsqueeze(0)
+    scaled = hidden.new_empty(0, hidden.shape[1])
+    if gradient is not None:
+        scaled = (gradient * factor.reshape(-1, 1)).to(hidden.dtype)
+    return touched, weight.to(dtype), bias.to(dtype), scaled
 
 
 def _sums(

@@ -3,8 +3,9 @@
 * ``_losses_of_rows``: a program handles one row, with its hidden state in registers, and gathers
   the vectors of a few nodes per step. The same pass computes the gradient of hidden.
 * Rows are sorted by the position of their class in the tree, so that the rows of a node are one
-  run. Runs are cut every ``tile`` rows: ``_sum_tiles`` sums the pieces, and writes those that are
-  complete runs; ``_sum_pieces`` sums the pieces of the others, from left to right.
+  run: a few rows by ``_place_rows``, which counts the rows before each, others by torch. Runs are
+  cut every ``tile`` rows: ``_sum_tiles`` sums the pieces, and writes those that are complete runs;
+  ``_sum_pieces`` sums the pieces of the others, from left to right.
 
 README.md has the derivation.
 """
@@ -31,6 +32,8 @@ TILE, WIDEST_TILE, PIECE_NUMBERS = 64, 1024, 1 << 25
 # Levels of a row per program, and rows per step of it; pieces per step of the second kernel; and
 # the largest width of a tile of vectors.
 LEVELS, ROWS, PIECES, WIDEST = 4, 4, 16, 512
+# Up to this many rows are sorted by comparing all pairs, in one launch; torch's sort takes a dozen.
+MOST_COMPARED = 1 << 14
 
 
 def loss(
@@ -50,9 +53,16 @@ def loss(
     # The number of rows that count is known in advance if no target is ignored.
     counts = mean and ignores
     order = share = None
-    if to_nodes or counts:
+    if counts:
+        share = torch.empty((), **wide)
+    if to_nodes and n <= MOST_COMPARED:
+        order = torch.empty(n, device=hidden.device, dtype=torch.int64)
+        _place_rows[(cdiv(n, 32),)](
+            target, rank, order, share, n, n_classes, ignored, IGNORES=ignores, ROWS=32,
+            OTHERS=256, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+    elif to_nodes or counts:
         keys = torch.empty(n, device=hidden.device, dtype=torch.int32)
-        share = torch.empty((), **wide) if counts else None
         _sort_keys[(cdiv(n, 1024) + 1,)](
             target, rank, keys, share, n, n_classes, ignored, IGNORES=ignores, ROWS=1024,
             enable_fp_fusion=True,
@@ -77,94 +87,80 @@ def to_nodes(
     dtype: torch.dtype, to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Same as the reference, without a host sync."""
-    weight = slopes.new_zeros(n_nodes if to_weight else 0, hidden.shape[1], dtype=dtype)
-    bias = slopes.new_zeros(n_nodes if to_bias else 0, dtype=dtype)
-    tile = _tile(slopes, hidden)
-    runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], tile, False)
-    _add_up(runs, tile, slopes, factor, hidden, order, path_edge, weight, bias, None)
+    weight = torch.empty(
+        n_nodes if to_weight else 0, hidden.shape[1], dtype=dtype, device=slopes.device
+    )
+    bias = torch.empty(n_nodes if to_bias else 0, dtype=dtype, device=slopes.device)
+    paths = target, order, path_start, path_edge, None, ignore_index
+    _add_up(slopes, factor, hidden, *paths, n_nodes, weight, bias, None, None, None)
     return weight, bias
 
 
 def to_touched_nodes(
     slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
-    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
-    to_weight: bool, to_bias: bool, most: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Same as the reference. Needs a host sync for the number of nodes if ``most`` is None."""
-    tile = _tile(slopes, hidden)
-    runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], tile, True)
-    new, m = slopes.new_zeros, most
-    if m is None:
-        new, m = slopes.new_empty, int(runs[2][-1]) if runs[2].numel() else 0
-    touched = new((1, m), dtype=torch.int64)
-    weight = new(m if to_weight else 0, hidden.shape[1], dtype=dtype)
-    bias = new(m if to_bias else 0, dtype=dtype)
-    _add_up(runs, tile, slopes, factor, hidden, order, path_edge, weight, bias, touched)
-    return touched, weight, bias
-
-
-def _tile(slopes: Tensor, hidden: Tensor) -> int:
-    """Rows between two cuts."""
-    (n, longest), depth, tile = slopes.shape, hidden.shape[1], TILE
-    while tile < WIDEST_TILE and cdiv(n, tile) * longest * depth > PIECE_NUMBERS:
-        tile *= 2
-    return tile
-
-
-def _runs(
-    target: Tensor, order: Tensor, path_start: Tensor, path_edge: Tensor, ignore_index: int | None,
-    longest: int, tile: int, placed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Start of the path of each row in order; concatenated int32 tables; and positions of nodes.
-
-    The tables are: the number of nodes of each path (n); how many of them it shares with the row
-    before (n); whether a run passes through a tile (tiles, longest), which is filled later; and if
-    ``placed``, whether a run starts at a level and row (longest, n). The third result is the
-    cumulative sum of the last table: the positions of nodes in a row-sparse gradient, plus 1.
-    """
-    n, device = order.shape[0], target.device
-    start = torch.empty(n, device=device, dtype=torch.int64)
-    new_at = 2 * n + cdiv(n, tile) * longest
-    ints = torch.empty(new_at + (longest * n if placed else 0), device=device, dtype=torch.int32)
-    if n:
-        _compare_paths[(cdiv(n, 32),)](
-            target.contiguous(), order, path_start, path_edge, start, ints, new_at, n,
-            path_start.shape[0] - 1, longest, ignore_index or 0,
-            IGNORES=ignore_index is not None, ROWS=32, LEVELS=32, PLACED=placed,
-            enable_fp_fusion=True,
-        )  # fmt: skip
-    return start, ints, ints[new_at:].cumsum(0, dtype=torch.int32) if placed else ints
+    path_start: Tensor, path_edge: Tensor, level_start: Tensor, ignore_index: int | None,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool, most: int,
+    gradient: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Same as the reference, without a host sync; it needs ``most``."""
+    depth, device = hidden.shape[1], slopes.device
+    touched = torch.empty((1, most), dtype=torch.int64, device=device)
+    weight = torch.empty((most if to_weight else 0, depth), dtype=dtype, device=device)
+    bias = torch.empty(most if to_bias else 0, dtype=dtype, device=device)
+    scaled = torch.empty(
+        (0, depth) if gradient is None else gradient.shape, dtype=hidden.dtype, device=device
+    )
+    paths = target, order, path_start, path_edge, level_start, ignore_index
+    _add_up(slopes, factor, hidden, *paths, most, weight, bias, touched, gradient, scaled)
+    return touched, weight, bias, scaled
 
 
 def _add_up(
-    runs: tuple[Tensor, ...], tile: int, slopes: Tensor, factor: Tensor, hidden: Tensor,
-    order: Tensor, path_edge: Tensor, weight: Tensor, bias: Tensor, touched: Tensor | None,
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
+    path_start: Tensor, path_edge: Tensor, level_start: Tensor | None, ignore_index: int | None,
+    m: int, weight: Tensor, bias: Tensor, touched: Tensor | None, gradient: Tensor | None,
+    scaled: Tensor | None,
 ) -> None:  # fmt: skip
-    """Writes sums to the rows of weight and bias, and the ids of their nodes to ``touched``."""
-    (n, longest), depth = slopes.shape, hidden.shape[1]
-    to_weight, to_bias = weight.numel() > 0, bias.numel() > 0
-    if not n or not (to_weight or to_bias):
+    """Writes the ``m`` rows of weight, bias and ``touched``, and the gradient of hidden, scaled.
+
+    ``runs`` has, for the rows in order: the start of their path (n); their number of nodes (n); how
+    many of them they share with the row before (n). Then the place of the first node of each level
+    in a row-sparse gradient (longest), and whether a run passes through a tile (tiles, longest).
+    """
+    (n, longest), depth, device = slopes.shape, hidden.shape[1], slopes.device
+    hidden, tile = in_rows(hidden), TILE
+    while tile < WIDEST_TILE and cdiv(n, tile) * longest * depth > PIECE_NUMBERS:
+        tile *= 2
+    tiles, width = cdiv(n, tile), tile_width(depth, WIDEST)
+    runs = torch.empty(3 * n + (tiles + 1) * longest, device=device, dtype=torch.int64)
+    sums: dict[str, Any] = dict(
+        WIDTH=width, PLACED=touched is not None, TO_WEIGHT=weight.numel() > 0,
+        TO_BIAS=bias.numel() > 0, enable_fp_fusion=True,
+    )  # fmt: skip
+    made = path_edge, level_start, runs, touched, weight, bias
+    programs = cdiv(n, 32) + cdiv(m, 32)
+    if programs:
+        _compare_paths[(programs,)](
+            target.contiguous(), order, path_start, *made, n, m, depth, path_start.shape[0] - 1,
+            longest, ignore_index or 0, IGNORES=ignore_index is not None, ROWS=32, LEVELS=32,
+            **sums,
+        )  # fmt: skip
+    if not n:
         return
-    hidden, tiles = in_rows(hidden), cdiv(n, tile)
     # Pieces of the run that starts in a tile and continues, and of the one from an earlier tile, at
     # each level: first all vectors, then all biases.
-    biases_at = 2 * tiles * longest * depth if to_weight else 0
-    pieces = torch.empty(biases_at + 2 * tiles * longest, device=slopes.device, dtype=torch.float32)
-    width = tile_width(depth, WIDEST)
-    blocks = cdiv(depth, width) if to_weight else 1
-    start, ints, place = runs
-    given = start, ints, place, path_edge, touched, weight, bias, pieces, biases_at
-    options: dict[str, Any] = dict(
-        TILE=tile, WIDTH=width, PLACED=touched is not None, TO_WEIGHT=to_weight, TO_BIAS=to_bias,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+    biases_at = 2 * tiles * longest * depth if sums["TO_WEIGHT"] else 0
+    pieces = torch.empty(biases_at + 2 * tiles * longest, device=device, dtype=torch.float32)
+    given = *made, pieces, biases_at
+    blocks = cdiv(depth, width)
     _sum_tiles[(n, cdiv(longest, LEVELS), blocks)](
-        slopes, factor, hidden, order, *given, n, depth, longest, hidden.stride(0),
-        int(factor.dim() > 0), LEVELS=LEVELS, GROUP=ROWS, **options,
+        slopes, factor, hidden, order, gradient, scaled, *given, n, depth, longest,
+        hidden.stride(0), factor.stride(0) if factor.dim() else 0, TILE=tile, LEVELS=LEVELS,
+        GROUP=ROWS, TO_HIDDEN=gradient is not None, **sums,
     )  # fmt: skip
     if tiles > 1:
         _sum_pieces[(tiles - 1, longest, blocks)](
-            *given, n, tiles, depth, longest, GROUP=PIECES, **options
+            *given, n, tiles, depth, longest, TILE=tile, GROUP=PIECES, **sums
         )
 
 
@@ -180,17 +176,48 @@ def _path_of(target, path_start, row, live, n_classes, ignored, IGNORES: tl.cons
 
 
 @kernel
+def _place_rows(
+    target, rank, order, share, n, n_classes, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Writes the ids of rows in the order of their classes' ranks: at as many as come before."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    key, _ = _key_of(target, rank, row, n, n_classes, ignored, IGNORES)
+    before = tl.zeros((ROWS, OTHERS), dtype=tl.int32)
+    counted = tl.zeros((OTHERS,), dtype=tl.int32)
+    for first in range(0, n, OTHERS):
+        other = first + tl.arange(0, OTHERS)
+        # Beyond the last row the key is the largest, and a larger row does not come before.
+        keys, chosen = _key_of(target, rank, other, n, n_classes, ignored, IGNORES)
+        tied = (other[None, :] < row[:, None]).to(tl.int32)
+        before += (keys[None, :] < key[:, None] + tied).to(tl.int32)
+        if share is not None:
+            counted += ((other < n) & (chosen != ignored)).to(tl.int32)
+    tl.store(order + tl.sum(before, 1), row.to(tl.int64), mask=row < n)
+    if share is not None:
+        if tl.program_id(0) == 0:
+            tl.store(share, 1.0 / tl.maximum(tl.sum(counted, 0), 1).to(tl.float32))
+
+
+@triton.jit
+def _key_of(target, rank, row, n, n_classes, ignored, IGNORES: tl.constexpr):
+    """The rank of each row's class, the number of classes if it has none; and the target."""
+    chosen = tl.load(target + row, mask=row < n, other=-1)
+    known = (chosen >= 0) & (chosen < n_classes)
+    if IGNORES:
+        known = known & (chosen != ignored)
+    return tl.load(rank + chosen, mask=known, other=n_classes), chosen
+
+
+@kernel
 def _sort_keys(
     target, rank, keys, share, n, n_classes, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr
 ):
     """Writes the rank of each row's class; the last program counts rows that are not ignored."""
     if tl.program_id(0) < tl.num_programs(0) - 1:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        chosen = tl.load(target + row, mask=row < n, other=-1)
-        known = (chosen >= 0) & (chosen < n_classes)
-        if IGNORES:
-            known = known & (chosen != ignored)
-        tl.store(keys + row, tl.load(rank + chosen, mask=known, other=n_classes), mask=row < n)
+        key, _ = _key_of(target, rank, row, n, n_classes, ignored, IGNORES)
+        tl.store(keys + row, key, mask=row < n)
     elif share is not None:
         counted = tl.zeros((ROWS,), dtype=tl.int32)
         for start in range(0, n, ROWS):
@@ -259,62 +286,111 @@ def _losses_of_rows(
 
 @kernel
 def _compare_paths(
-    target, order, path_start, path_edge, starts, ints, new_at, n, n_classes, longest, ignored,
-    IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
-    PLACED: tl.constexpr,
+    target, order, path_start, path_edge, level_start, runs, touched, weight, bias, n, m, depth,
+    n_classes, longest, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr, PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Computes how many nodes each row shares with the row before it, and where runs start."""
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = at < n
-    row = tl.load(order + at, mask=live, other=0)
-    first, stop, _ = _path_of(target, path_start, row, live, n_classes, ignored, IGNORES)
-    behind = live & (at > 0)
-    row = tl.load(order + at - 1, mask=behind, other=0)
-    first_before, stop_before, _ = _path_of(
-        target, path_start, row, behind, n_classes, ignored, IGNORES
-    )
-    length = (stop - first).to(tl.int32)
-    length_before = (stop_before - first_before).to(tl.int32)
-    common = tl.zeros((ROWS,), dtype=tl.int32)
-    for level in range(0, tl.max(length, 0), LEVELS):
-        step = level + tl.arange(0, LEVELS)
-        both = step[None, :] < tl.minimum(length, length_before)[:, None]
-        mine = tl.load(path_edge + first[:, None] + step[None, :], mask=both, other=0)
-        theirs = tl.load(path_edge + first_before[:, None] + step[None, :], mask=both, other=0)
-        # Each node has only one path from the root: below a difference no nodes are equal.
-        common += tl.sum((both & ((mine >> 1) == (theirs >> 1))).to(tl.int32), 1)
-    tl.store(starts + at, first, mask=live)
-    tl.store(ints + at, length, mask=live)
-    tl.store(ints + n + at, common, mask=live)
-    if PLACED:
-        for level in range(0, longest, LEVELS):
+    """Computes how many nodes each row shares with the row before it.
+
+    The programs after these write zeros to the results, for nodes without a row.
+    """
+    program = tl.program_id(0)
+    if program < tl.cdiv(n, ROWS):
+        at = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        live = at < n
+        row = tl.load(order + at, mask=live, other=0)
+        first, stop, _ = _path_of(target, path_start, row, live, n_classes, ignored, IGNORES)
+        behind = live & (at > 0)
+        row = tl.load(order + at - 1, mask=behind, other=0)
+        first_before, stop_before, _ = _path_of(
+            target, path_start, row, behind, n_classes, ignored, IGNORES
+        )
+        length = stop - first
+        shorter = tl.minimum(length, stop_before - first_before)
+        common = tl.zeros((ROWS,), dtype=tl.int32)
+        for level in range(0, tl.max(length, 0), LEVELS):
             step = level + tl.arange(0, LEVELS)
-            fresh = (step[:, None] >= common[None, :]) & (step[:, None] < length[None, :])
-            tl.store(
-                ints + new_at + step[:, None].to(tl.int64) * n + at[None, :],
-                fresh.to(tl.int32),
-                mask=(step < longest)[:, None] & live[None, :],
-            )
+            both = step[None, :] < shorter[:, None]
+            mine = tl.load(path_edge + first[:, None] + step[None, :], mask=both, other=0)
+            theirs = tl.load(path_edge + first_before[:, None] + step[None, :], mask=both, other=0)
+            # Each node has only one path from the root: below a difference no nodes are equal.
+            common += tl.sum((both & ((mine >> 1) == (theirs >> 1))).to(tl.int32), 1)
+        tl.store(runs + at, first, mask=live)
+        tl.store(runs + n + at, length, mask=live)
+        tl.store(runs + 2 * n + at, common.to(tl.int64), mask=live)
+        if PLACED:
+            if program == 0:
+                _place_levels(level_start, runs + 3 * n, n, longest, LEVELS)
+    else:
+        to = (program - tl.cdiv(n, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        _write_zeros(
+            touched, weight, bias, to, to < m, depth, ROWS, WIDTH, PLACED, TO_WEIGHT, TO_BIAS
+        )
+
+
+@triton.jit
+def _write_zeros(
+    touched, weight, bias, to, live, depth, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
+):  # fmt: skip
+    if PLACED:
+        tl.store(touched + to, tl.zeros((ROWS,), tl.int64), mask=live)
+    if TO_BIAS:
+        tl.store(bias + to, tl.zeros((ROWS,), bias.dtype.element_ty), mask=live)
+    if TO_WEIGHT:
+        nothing = tl.zeros((ROWS, WIDTH), weight.dtype.element_ty)
+        for first in range(0, depth, WIDTH):
+            step = first + tl.arange(0, WIDTH)
+            place = weight + to[:, None] * depth + step[None, :]
+            tl.store(place, nothing, mask=live[:, None] & (step < depth)[None, :])
+
+
+@triton.jit
+def _place_levels(level_start, places, n, longest, LEVELS: tl.constexpr):
+    """Writes the place of the first node of each level, with room for ``n`` nodes or all."""
+    total = tl.full((), 0, tl.int64)
+    for first in range(0, longest, LEVELS):
+        level = first + tl.arange(0, LEVELS)
+        _, size = _level(level_start, level, level < longest)
+        room = tl.minimum(size, n).to(tl.int64)
+        tl.store(places + level, total + tl.cumsum(room, 0) - room, mask=level < longest)
+        total += tl.sum(room, 0)
+
+
+@triton.jit
+def _level(level_start, level, live):
+    """The first node of some levels, and their number of nodes; 0 and 0 if not ``live``."""
+    first = tl.load(level_start + level, mask=live, other=0) >> 1
+    return first, (tl.load(level_start + level + 1, mask=live, other=0) >> 1) - first
 
 
 @kernel
 def _sum_tiles(
-    slopes, factor, hidden, order, starts, ints, place, path_edge, touched, weight, bias, pieces,
-    biases_at, n, depth, longest, hidden_row, factor_step,
-    TILE: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
+    slopes, factor, hidden, order, gradient, scaled, path_edge, level_start, runs, touched, weight,
+    bias, pieces, biases_at, n, depth, longest, hidden_row, factor_step,
+    TILE: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, TO_HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Sums the runs that start at one row, or are cut there, up to the end of the tile.
 
     A program handles some levels of one row: their runs start together, and share hidden states.
+    That of the last levels also scales the gradient of a row of hidden states.
     """
     at = tl.program_id(0)
     tile = at // TILE
-    shared = ints + n
+    step = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    inside = step < depth
+    if TO_HIDDEN:
+        if tl.program_id(1) == tl.num_programs(1) - 1:
+            place = at.to(tl.int64) * depth + step
+            value = tl.load(gradient + place, mask=inside, other=0.0)
+            value *= tl.load(factor + at.to(tl.int64) * factor_step).to(tl.float32)
+            tl.store(scaled + place, value.to(scaled.dtype.element_ty), mask=inside)
+    shared = runs + 2 * n
     own = tl.load(shared + at)
     # At the first row of a tile, runs from earlier tiles are included.
     low = tl.where(at % TILE == 0, 0, own)
-    length = tl.load(ints + at)
+    length = tl.load(runs + n + at)
     first_level = tl.program_id(1) * LEVELS
     if (first_level < length) & (first_level + LEVELS > low):
         level = first_level + tl.arange(0, LEVELS)
@@ -324,8 +400,6 @@ def _sum_tiles(
         common = tl.load(shared + later, mask=later < last, other=longest)
         ends = (later < last)[None, :] & (common[None, :] <= level[:, None])
         end = tl.min(tl.where(ends, later[None, :], last), 1)
-        step = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-        inside = step < depth
         summed = tl.zeros((LEVELS, WIDTH), dtype=tl.float32)
         counted = tl.zeros((LEVELS,), dtype=tl.float32)
         stop = tl.max(tl.where(taken, end, 0), 0)
@@ -347,7 +421,7 @@ def _sum_tiles(
         came_in = level < own
         whole = taken & ~goes_on & ~came_in
         _write(
-            summed, counted, at, level, whole, step, inside, starts, place, path_edge, touched,
+            summed, counted, at, level, whole, step, inside, path_edge, level_start, runs, touched,
             weight, bias, n, depth, PLACED, TO_WEIGHT, TO_BIAS,
         )  # fmt: skip
         part = taken & (goes_on | came_in)
@@ -360,21 +434,21 @@ def _sum_tiles(
             )
         if TO_BIAS:
             tl.store(pieces + biases_at + piece, counted, mask=part)
-        through = ints + 2 * n + tile * longest
-        tl.store(through + level, goes_on.to(tl.int32), mask=taken & came_in)
+        through = runs + 3 * n + (tile + 1) * longest
+        tl.store(through + level, goes_on.to(tl.int64), mask=taken & came_in)
 
 
 @kernel
 def _sum_pieces(
-    starts, ints, place, path_edge, touched, weight, bias, pieces, biases_at, n, tiles, depth,
+    path_edge, level_start, runs, touched, weight, bias, pieces, biases_at, n, tiles, depth,
     longest, TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Sums the pieces of a run that starts in the previous tile, from left to right."""
     tile = tl.program_id(0) + 1
     at = tile * TILE
-    shared = ints + n
-    through = ints + 2 * n
+    shared = runs + 2 * n
+    through = runs + 3 * n + longest
     this = tl.program_id(1)
     if tl.load(shared + at) > this:
         before = tl.load(shared + at - TILE + tl.arange(0, TILE))
@@ -409,23 +483,26 @@ def _sum_pieces(
                         number += tl.sum(levels, 0)
                     going = (last == tiles).to(tl.int32)
             _write(
-                vector, number, at, level, level >= 0, step, inside, starts, place, path_edge,
+                vector, number, at, level, level >= 0, step, inside, path_edge, level_start, runs,
                 touched, weight, bias, n, depth, PLACED, TO_WEIGHT, TO_BIAS,
             )  # fmt: skip
 
 
 @triton.jit
 def _write(
-    vectors, numbers, at, level, whole, step, inside, starts, place, path_edge, touched, weight,
+    vectors, numbers, at, level, whole, step, inside, path_edge, level_start, runs, touched, weight,
     bias, n, depth, PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Writes the sums of the runs that contain row ``at`` on some levels."""
-    edge = tl.load(path_edge + tl.load(starts + at) + level, mask=whole, other=0)
+    edge = tl.load(path_edge + tl.load(runs + at) + level, mask=whole, other=0)
     to = (edge >> 1).to(tl.int64)
     if PLACED:
         node = to
-        # On this level no other run starts between the start of this run and this row.
-        to = tl.load(place + level.to(tl.int64) * n + at, mask=whole, other=1).to(tl.int64) - 1
+        # On this level each node has a place, or each row: both are in the same order.
+        first, size = _level(level_start, level, whole)
+        to = tl.load(runs + 3 * n + level, mask=whole, other=0) + tl.where(
+            size > n, at, node - first
+        )
         tl.store(touched + to, node, mask=whole)
     if TO_WEIGHT:
         tl.store(
