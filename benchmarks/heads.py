@@ -230,10 +230,12 @@ def _char_cnn(p: Problem) -> nn.Module:
     return heads.CharCNNSoftmax(p.width, words, **p.made)
 
 
-def _sampled(p: Problem, kind: Any = heads.SampledSoftmax) -> nn.Module:
-    """As many draws as there are rows, by class frequency."""
-    sampler = samplers.Unigram(p.counts)
-    made: nn.Module = kind(p.width, p.classes, sampler, p.rows, sparse=True, **p.made)
+def _sampled(
+    p: Problem, kind: Any = heads.SampledSoftmax, n_samples: int | None = None
+) -> nn.Module:
+    """Draws by class frequency, by default as many as there are rows."""
+    sampler, n = samplers.Unigram(p.counts), n_samples or p.rows
+    made: nn.Module = kind(p.width, p.classes, sampler, n, sparse=True, **p.made)
     return made
 
 
@@ -329,7 +331,9 @@ HUFFMAN, TWO_LEVEL = "hierarchical, Huffman, sparse", "hierarchical, √V groups
 ADAPTIVE = "adaptive, automatic cutoffs"
 ADAPTIVE_50, ADAPTIVE_25 = "adaptive, cutoffs V/50, V/5", "adaptive, cutoffs V/25, V/5"
 SAMPLED, NCE = "sampled softmax, sparse", "noise contrastive, sparse"
-UPDATED = " + RowAdagrad"
+FEW_NCE = "noise contrastive, 1024 drawn, sparse"
+FEW_NEGATIVE = "negative sampling, 16 drawn, sparse"
+UPDATED, SLICES = " + RowAdagrad", "differentiated, slices"
 
 
 def _tree(name: str, make: Callable[[Problem], Tree], *on: str, sparse: bool = True) -> Entry:
@@ -372,6 +376,14 @@ ENTRIES = (
     Entry(SAMPLED, _sampled, (CPU, CUDA, SWEEP), references.sampled),
     Entry(NCE, partial(_sampled, kind=heads.NoiseContrastive), losses=references.noise),
     Entry(
+        FEW_NCE, partial(_sampled, kind=heads.NoiseContrastive, n_samples=1024), (CUDA,),
+        references.noise,
+    ),
+    Entry(
+        FEW_NEGATIVE, partial(_sampled, kind=heads.NegativeSampling, n_samples=16), (CUDA,),
+        references.negatives,
+    ),
+    Entry(
         SAMPLED + UPDATED, _sampled, (CUDA,), references.sampled,
         optimizer=lambda parameters: optim.RowAdagrad(parameters, lr=1e-3),
     ),
@@ -412,12 +424,15 @@ def _trained(p: Problem, build: Callable[[Problem], nn.Module], spread: float) -
 
 
 DENSE, TREE_TOP, ADAPTIVE_TOP = "linear + topk", "hierarchical, Huffman", "adaptive"
+FULL_TOP, SAMPLED_TOP = "full", "sampled softmax"
 _TOP_HEADS: dict[str, Callable[[Problem], nn.Module]] = {
     DENSE: _flat,
     TREE_TOP: lambda p: heads.HierarchicalSoftmax(p.width, huffman(p.classes), **p.made),
     ADAPTIVE_TOP: lambda p: heads.AdaptiveSoftmax(
         p.width, counts=p.counts, head_bias=True, **p.made
     ),
+    FULL_TOP: lambda p: heads.FullSoftmax(p.width, p.classes, **p.made),
+    SAMPLED_TOP: _sampled,
 }
 
 
@@ -457,7 +472,9 @@ def _top_case(shape: tuple[int, int, int], device: torch.device) -> Case:
     problem = Problem(*shape, driver.DTYPES[dtype], device)
     # Smaller differences are ties within rounding.
     exact = {"log_prob": {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}[dtype]}
-    kinds = [(DENSE, SPREADS[0]), *((k, s) for k in (TREE_TOP, ADAPTIVE_TOP) for s in SPREADS)]
+    # The time of the dense ones does not depend on the scores.
+    kinds = [(k, SPREADS[0]) for k in (DENSE, FULL_TOP, SAMPLED_TOP)]
+    kinds += [(k, s) for k in (TREE_TOP, ADAPTIVE_TOP) for s in SPREADS]
     found = tuple(
         Method(top_name(kind, spread), "torch" if kind == DENSE else OURS,
                partial(_load_top, problem, kind, spread), tolerances=exact)

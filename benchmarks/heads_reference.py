@@ -121,6 +121,12 @@ def noise(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
     return -logsigmoid(of_target) - logsigmoid(-(scores - log_k - log_prob)).sum(-1)
 
 
+def negatives(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """The same for the scores themselves, without a correction by log-probability."""
+    _, _, scores, at_target = _drawn_scores(twin, hidden, target)
+    return -logsigmoid(at_target) - logsigmoid(-scores).sum(-1)
+
+
 def _drawn_scores(
     twin: Any, hidden: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

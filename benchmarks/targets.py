@@ -219,19 +219,27 @@ def _contrastive(held: Held) -> list[Target]:
     ]
 
 
-_MILLION, _WORDS = heads.SIZES[CUDA, False].steps[-1], heads.SIZES[CPU, False].steps[0]
+_STEPS, _WORDS = heads.SIZES[CUDA, False].steps, heads.SIZES[CPU, False].steps[0]
+_MANY, _MILLION = _STEPS[0], _STEPS[-1]
 
 
 def _heads(held: Held) -> list[Target]:
     most = {
-        heads.HUFFMAN: 0.6, heads.ADAPTIVE: 6.0, heads.ADAPTIVE_25: 6.0, heads.SAMPLED: 0.8,
-        heads.SAMPLED + heads.UPDATED: 1.5,
+        heads.HUFFMAN: 0.6, heads.ADAPTIVE: 3.0, heads.ADAPTIVE_25: 3.0, heads.SAMPLED: 0.8,
+        heads.SAMPLED + heads.UPDATED: 1.5, heads.FEW_NCE: 1.0, heads.FEW_NEGATIVE: 0.8,
+        heads.FULL: 50.0,
     }  # fmt: skip
     made = []
     for method, ms in most.items():
         made += held(CUDA, heads.STEP, method, {TIME: ms}, shape=_MILLION)
-    limits = {MEMORY: 250e6, _times(f"lastlayer {heads.FULL}"): 1 / 40}
-    made += held(CUDA, heads.STEP, heads.SAMPLED, limits, shape=_MILLION)
+    made += held(CUDA, heads.STEP, heads.ADAPTIVE_25, {TIME: 1.5}, shape=_MANY)
+    full = _times(f"lastlayer {heads.FULL}")
+    for shape in _STEPS:
+        made += held(CUDA, heads.STEP, heads.SLICES, {full: 0.4}, shape=shape)
+    made += held(CUDA, heads.STEP, heads.SAMPLED, {MEMORY: 250e6, full: 1 / 40}, shape=_MILLION)
+    for kind in (heads.FULL_TOP, heads.SAMPLED_TOP):
+        name = heads.top_name(kind, heads.SPREADS[0])
+        made += held(CUDA, heads.TOP, name, {TIME: 1.2, MEMORY: 0.1e9})
     made += held(CUDA, heads.DRAWS, heads.ALIAS, {TIME: 0.02})
     dense, linear = _times(f"torch {heads.DENSE}"), _times(f"torch {heads.LINEAR}")
     for spread in heads.SPREADS:
@@ -249,11 +257,14 @@ def _heads(held: Held) -> list[Target]:
 def _llama(held: Held) -> list[Target]:
     peers = f"liger-kernel {llama.LIGER_LOSS}", f"cut-cross-entropy {llama.CCE_LOSS}"
     limits = {_times(peer): 1.0 for peer in peers} | {_memory_above(peer): 0.3e9 for peer in peers}
-    return [
+    made = [
         target
         for section in llama.SECTIONS
         for target in held(CUDA, section, llama.SWAPPED, limits)
     ]
+    for section, ms in zip(llama.GPT2_SECTIONS, (40.0, 33.0), strict=True):
+        made += held(CUDA, section, llama.SWAPPED, {TIME: ms})
+    return made
 
 
 TARGETS = [
