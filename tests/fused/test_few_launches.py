@@ -14,15 +14,27 @@ from unfused import (
     unfused,
 )
 
-from lastlayer import kernels
+from lastlayer import asymmetric_loss, bce_loss, kernels, zlpr_loss
 from lastlayer.fused import (
+    labels,
+    linear_bce_loss,
     linear_cross_entropy,
     linear_entmax_loss,
     linear_topk_softmax_loss,
+    linear_zlpr_loss,
     rows,
 )
 from lastlayer.fused.cross_entropy import PLAIN
 from lastlayer.fused.function import Call
+
+
+def linear_asymmetric(*problem, offsets=None, reduction="mean"):
+    numbers = 4.0, 1.0, 0.05, 1.0
+    return labels.asymmetric_label_loss(
+        *problem, numbers, offsets=offsets, values=None, ignore_index=-100, reduction=reduction,
+        chunk_classes="auto",
+    )  # fmt: skip
+
 
 OPTIONS = {
     "plain": {},
@@ -55,6 +67,8 @@ def calls(monkeypatch):
 def impl(request, monkeypatch):
     if (reason := kernels.available()[request.param]) is not None:
         pytest.skip(reason)
+    if request.param == "triton" and torch.cuda.is_available():
+        pytest.skip("without the interpreter kernels need tensors on a GPU: test_on_a_gpu")
     reduced = kernels.softmax_rows.reduced_
     monkeypatch.setattr(
         kernels.softmax_rows, "reduced_", lambda _, *given: reduced(request.param, *given)
@@ -187,6 +201,91 @@ def test_what_does_not_go_this_way(change, monkeypatch):
     assert goes()
     assert goes(dtype=torch.float32)
     assert not goes(**change)
+
+
+LABEL_LOSSES = {
+    "zlpr": (linear_zlpr_loss, zlpr_loss),
+    "bce": (linear_bce_loss, bce_loss),
+    "asymmetric": (linear_asymmetric, asymmetric_loss),
+}
+
+
+def labelled(n, d, v, m, dtype=torch.float64, device="cpu"):
+    """Hidden states, class vectors, lists with padding and duplicates, and biases."""
+    lists = torch.randint(v, (n, m), device=device)
+    lists[::3, 0], lists[1::4, -1] = -100, lists[1::4, 0]
+    made = torch.randn(n, d), torch.randn(v, d) / d**0.5, torch.randn(v)
+    hidden, weight, bias = (each.to(device, dtype).requires_grad_() for each in made)
+    return hidden, weight, lists, bias
+
+
+def of_scores(name, problem, reduction):
+    """Of dense labels and stored scores, in float64."""
+    hidden, weight, lists, bias = in_float64(problem)
+    on = torch.zeros(len(lists), len(weight) + 1, dtype=torch.bool, device=lists.device)
+    on.scatter_(1, torch.where(lists < 0, len(weight), lists), True)
+    leaves = hidden, weight, bias
+    loss = LABEL_LOSSES[name][1](hidden @ weight.t() + bias, on[:, :-1], reduction=reduction)
+    return loss, torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("name", LABEL_LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_label_losses(monkeypatch, name, reduction, flat):
+    monkeypatch.setattr(labels, "_is_small", lambda _: False)
+    monkeypatch.setattr(labels, "has_few_scores_on_gpu", lambda *_: True)
+    monkeypatch.setattr(labels, "_bce_by_torch", lambda *_: None)
+    # The way of large problems would use it.
+    monkeypatch.setattr(labels, "_Slabs", None)
+    hidden, weight, lists, bias = problem = labelled(9, 5, 31, 4)
+    given, options = lists, {"reduction": reduction}
+    if flat:
+        given, options["offsets"] = lists.flatten(), torch.arange(0, 37, 4)
+    loss = LABEL_LOSSES[name][0](hidden, weight, given, bias, **options)
+    truth, slopes = of_scores(name, problem, reduction)
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight, bias)), slopes)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            LABEL_LOSSES[name][0](hidden, weight, given, bias, **options), truth
+        )
+
+
+def test_labels_that_go_by_slabs(monkeypatch):
+    monkeypatch.setattr(labels, "has_few_scores_on_gpu", lambda *_: True)
+    hidden, weight, lists, bias = labelled(3, 5, 7, 2, torch.bfloat16)
+
+    def goes(values=None, smoothing=0.0, chunk="auto", dtype=torch.bfloat16):
+        operands = hidden.to(dtype), weight, bias, lists, None, values
+        return labels._is_small_on_gpu(
+            Call(operands, ("zlpr", smoothing, -100, chunk, []), "mean", (True,) * 3)
+        )
+
+    assert goes()
+    assert goes(dtype=torch.float32)
+    assert not goes(values=torch.ones(3, 2))
+    assert not goes(smoothing=0.1)
+    assert not goes(chunk="low")
+    monkeypatch.setattr(labels, "keeps_float32", lambda _: False)
+    assert goes()
+    assert not goes(dtype=torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LABEL_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "d", "v"), [(1, 1, 6), (255, 127, 10_001), (513, 512, 20_003)])
+def test_label_losses_on_a_gpu(monkeypatch, name, dtype, n, d, v):
+    monkeypatch.setattr(labels, "_Slabs", None)
+    hidden, weight, lists, bias = problem = labelled(n, d, v, 3, dtype, "cuda")
+    lists = torch.where(lists < 0, 1 << 40, lists) if n > 1 else lists  # do not count either
+    loss = LABEL_LOSSES[name][0](hidden, weight, lists, bias)
+    truth, slopes = of_scores(name, problem, "mean")
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-5)
+    for mine, true in zip(torch.autograd.grad(loss, (hidden, weight, bias)), slopes, strict=True):
+        slack = 8e-3 if dtype == torch.bfloat16 else 1e-5
+        assert (mine.double() - true).norm() <= slack * true.norm() + 1e-6
 
 
 @pytest.mark.gpu

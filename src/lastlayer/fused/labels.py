@@ -24,6 +24,7 @@ from lastlayer._torch import (
     gradient_sum_dtype,
     in_autocast_dtype,
     in_dtype,
+    keeps_float32,
     without_autocast,
 )
 from lastlayer.fused.function import (
@@ -36,7 +37,14 @@ from lastlayer.fused.function import (
     normalized_factors,
 )
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
-from lastlayer.fused.rows import NOT_SPREAD, SPREAD_SCHEMA, is_spread, spread_classes
+from lastlayer.fused.rows import (
+    NOT_SPREAD,
+    SPREAD_SCHEMA,
+    gradients_by_products,
+    has_few_scores_on_gpu,
+    is_spread,
+    spread_classes,
+)
 from lastlayer.fused.scores import (
     FEW_SCORES,
     LayerProducts,
@@ -45,6 +53,7 @@ from lastlayer.fused.scores import (
     fits_one_cpu_product,
     missing_columns,
     part_of,
+    scores_into,
     slab_stride,
 )
 from lastlayer.kernels import LARGE, empty
@@ -468,8 +477,11 @@ class _LabelsEngine(Engine):
         name, label_smoothing, ignore_index, chunk, numbers, *spread = options
         (n, _), n_classes, dtype = hidden.shape, weight.shape[0], hidden.dtype
         shards = Shards(*spread) if spread[0] else None
-        if reduction != "none" and shards is None and _is_small(call):
-            return _at_once(call)
+        if reduction != "none" and shards is None:
+            if _is_small(call):
+                return _at_once(call)
+            if _is_small_on_gpu(call):
+                return _in_few_launches(call)
         rule = _RULES[name](label_smoothing, known[0] if known else None, *numbers)
         rule.shards = shards
         if not n_classes:
@@ -547,37 +559,40 @@ def _without_labels(call: Call, rule: _LabelRule) -> Result:
 
 
 def _is_small(call: Call) -> bool:
-    """Whether to compute all scores at once; only if the dense kernels support these labels."""
-    hidden, weight, *_, values = call.operands[:6]
-    name, label_smoothing, _, chunk, *_ = call.options
+    """Whether to compute all scores at once on a CPU."""
+    hidden, weight = call.operands[:2]
     size: int = hidden.shape[0] * weight.shape[0] * hidden.itemsize
-    if values is not None or label_smoothing or chunk != "auto":
+    if not _are_binary(call):
         return False
-    if name != "zlpr":
+    if call.options[0] != "zlpr":
         # Needs a dense matrix of labels in addition to the scores.
-        return size > 0 and fits_one_cpu_product(hidden, weight.shape[0], chunk)
+        return size > 0 and fits_one_cpu_product(hidden, weight.shape[0], "auto")
     return size < _ONE_SLAB_BYTES and bool(hidden.is_cpu) and bool(hidden.itemsize >= 4)
 
 
+def _is_small_on_gpu(call: Call) -> bool:
+    """Whether the host needs more time for slabs than a GPU for all scores."""
+    hidden, weight = call.operands[:2]
+    if not _are_binary(call) or not has_few_scores_on_gpu(hidden, weight.shape[0]):
+        return False
+    # Listed labels need exact scores, which TF32 does not have.
+    return hidden.dtype == torch.bfloat16 or keeps_float32(hidden)
+
+
+def _are_binary(call: Call) -> bool:
+    """Whether labels are 0 and 1, and slabs are not asked for: the dense kernels support that."""
+    _, label_smoothing, _, chunk, *_ = call.options
+    return call.operands[5] is None and not label_smoothing and bool(chunk == "auto")
+
+
 def _at_once(call: Call) -> Result:
-    """The loss from all scores at once, for labels of 0 and 1; this takes the least host time."""
-    (hidden, weight, bias, positives, offsets, _), options, reduction, wanted, _ = call
-    name, _, ignore_index, _, numbers, *_ = options
-    n, dtype = hidden.shape[0], hidden.dtype
-    if ignore_index is not None and ignore_index >= 0:
-        positives = positives.masked_fill(positives == ignore_index, -1)
+    """The loss from all scores at once, which takes the least host time."""
+    hidden, weight, bias = call.operands[:3]
+    n, dtype, wanted = hidden.shape[0], hidden.dtype, call.wanted
     with without_autocast(hidden):
         biases = None if bias is None else in_dtype(bias, dtype)
         layer = LayerProducts([in_dtype(weight, dtype)], biases, n)
-        scale = RowScale.of(None, reduction, n)
-        scores, factors = layer.scores(hidden, dtype), None
-        if any(wanted):
-            factors = scale.factors(hidden, n)
-        if name == "zlpr":
-            losses, gradient = _zlpr_of(scores, positives, offsets, factors)
-        else:
-            rule = (_Bce if name == "bce" else _Asymmetric)(0.0, None, *numbers)
-            losses, gradient = rule.of_all(scores, _dense(scores, positives, offsets), factors)
+        loss, gradient = _loss_of_scores(call, layer.scores(hidden, dtype))
         pieces: list[Tensor | None] = [None] * 3
         if gradient is not None:
             pieces[0] = layer.hidden_gradient(None, gradient) if wanted[0] else None
@@ -586,7 +601,39 @@ def _at_once(call: Call) -> Result:
                 pieces[1] = in_dtype(made, gradient_sum_dtype(weight.dtype))
             if wanted[2]:
                 pieces[2] = in_dtype(gradient.sum(0), gradient_sum_dtype(bias.dtype))
-        return Result(scale.reduce(losses, reduction), pieces)
+        return Result(loss, pieces)
+
+
+def _in_few_launches(call: Call) -> Result:
+    """A small problem on a GPU: one product, the kernels of stored scores, and two products."""
+    hidden, weight, bias = call.operands[:3]
+    n, dtype = hidden.shape[0], hidden.dtype
+    with without_autocast(hidden):
+        vectors = in_dtype(weight, dtype)
+        biases = None if bias is None else in_dtype(bias, dtype)
+        scores = hidden.new_empty(n, weight.shape[0], dtype=accumulation_dtype(dtype))
+        loss, gradient = _loss_of_scores(call, scores_into(scores, hidden, vectors, biases))
+        if gradient is None:
+            return Result(loss, (None,) * 3)
+        pieces = gradients_by_products(gradient, hidden, vectors, weight, bias, call.wanted)
+        return Result(loss, pieces)
+
+
+def _loss_of_scores(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The reduced loss of labels of 0 and 1, and the gradient of all scores if any is wanted."""
+    positives, offsets = call.operands[3:5]
+    name, _, ignore_index, _, numbers, *_ = call.options
+    scale, factors = RowScale.of(None, call.reduction, scores.shape[0]), None
+    if ignore_index is not None and ignore_index >= 0:
+        positives = positives.masked_fill(positives == ignore_index, -1)
+    if any(call.wanted):
+        factors = scale.factors(scores, scores.shape[0])
+    if name == "zlpr":
+        losses, gradient = _zlpr_of(scores, positives, offsets, factors)
+    else:
+        rule = (_Bce if name == "bce" else _Asymmetric)(0.0, None, *numbers)
+        losses, gradient = rule.of_all(scores, _dense(scores, positives, offsets), factors)
+    return scale.reduce(losses, call.reduction), gradient
 
 
 def _zlpr_of(
@@ -608,6 +655,9 @@ def _dense(scores: Tensor, positives: Tensor, offsets: Tensor | None) -> Tensor:
         return lists.dense(positives.new_zeros(1), scores, 0.0)
     # The additional last column takes the padding.
     ids = torch.where(positives < 0, n_classes, positives)
+    if not ids.is_cpu:
+        # Ids out of range, which are not checked on a GPU, do not count.
+        ids = ids.clamp(max=n_classes)
     labels = scores.new_zeros(n, n_classes + 1).scatter_(1, ids, 1.0)
     return labels[:, :n_classes].contiguous()
 

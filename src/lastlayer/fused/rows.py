@@ -479,7 +479,6 @@ def is_small_on_gpu(call: Call) -> bool:
     """Whether the host needs more time for chunks than a GPU for the products."""
     hidden, weight, _, _, class_weight, row_weight, weight_grad = call.operands
     name, chunk_rows, spread = call.options[0], call.options[3], call.options[5]
-    (n, width), n_classes = hidden.shape, weight.shape[0]
     return (
         hidden.is_cuda
         and class_weight is None
@@ -487,14 +486,23 @@ def is_small_on_gpu(call: Call) -> bool:
         and weight_grad is None
         and not spread
         and call.reduction != "none"
+        and chunk_rows == "auto"
+        and not any(ROW_LOSSES[name].statistics)
+        and has_few_scores_on_gpu(hidden, weight.shape[0])
+    )
+
+
+def has_few_scores_on_gpu(hidden: Tensor, n_classes: int) -> bool:
+    """Whether a GPU needs so little time for all scores that host time decides."""
+    n, width = hidden.shape
+    return (
+        hidden.is_cuda
         # The factors of float16 gradients have to be normalised.
         and hidden.dtype in (torch.bfloat16, torch.float32)
         and 0 < n <= _FEW_ROWS
         and 0 < n * n_classes <= _FEW_SCORES
         # Larger products need aligned operands.
         and n * n_classes * width < ALIGN_FROM["cuda"]
-        and chunk_rows == "auto"
-        and not any(ROW_LOSSES[name].statistics)
         and kernels.available()["triton"] is None
     )
 
