@@ -477,6 +477,8 @@ FACTOR_CASES = [
 ]
 MEAN_TYPES = dict.fromkeys(("losses", "loss", "share"), "*fp32") | {"weights": "*u8"}
 MEAN_CASES = [(_triton._mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)]
+SORT_TYPES = {"ids": "*i32", "ordered": "*i32", "order": "*i64"}
+SORT_CASES = [(_triton._count_before, dict(ROWS=32, OTHERS=256, LARGEST=2**31 - 1))]
 
 
 LABEL_NUMBERS = ("gamma_negative", "gamma_positive", "margin", "smoothing")
@@ -549,6 +551,7 @@ def main(step: int) -> None:
         (SPAN_TYPES, SPAN_CASES),
         (FACTOR_TYPES, FACTOR_CASES),
         (MEAN_TYPES, MEAN_CASES),
+        (SORT_TYPES, SORT_CASES),
         (LABEL_TYPES, LABEL_CASES),
         (GROUP_TYPES, GROUP_CASES),
         (LEAF_TYPES, LEAF_CASES),

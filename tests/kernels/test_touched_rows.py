@@ -107,3 +107,31 @@ def test_of_slots_of_the_same_row_the_first_counts(impl, adam):
             total = torch.zeros(9, device=device)
             touched_rows.adagrad_(impl, out, total, rows, some, 0.3, 0.1, 1e-6)
     assert torch.equal(weight, once)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("n", [0, 1, 31, 33, 256, 3001])
+def test_sorted_ids(impl, dtype, n):
+    """Equal ids keep their order; some are negative."""
+    if impl == "cpu":
+        with pytest.raises(ValueError, match="it has no CPU implementation"):
+            touched_rows.sort_ids(impl, torch.zeros(3, dtype=dtype))
+        return
+    device = place(impl)
+    for least, most in ((-1, 2), (-5, n + 1), (torch.iinfo(dtype).max - 9, torch.iinfo(dtype).max)):
+        ids = torch.randint(least, most, (n,), dtype=dtype, device=device)
+        ordered, order = touched_rows.sort_ids(impl, ids)
+        right = torch.sort(ids.cpu(), stable=True)
+        assert torch.equal(ordered.cpu(), right.values)
+        assert torch.equal(order.cpu(), right.indices)
+        assert ordered.dtype == dtype
+
+
+def test_many_ids_are_sorted_by_torch(monkeypatch):
+    triton = pytest.importorskip("lastlayer.kernels._triton")
+    ids = torch.randint(5, (40,), device=place("triton"))
+    few = triton.sort_ids(ids)
+    monkeypatch.setattr(triton, "MOST_COMPARED", 39)
+    for one, other in zip(few, triton.sort_ids(ids), strict=True):
+        assert torch.equal(one, other)

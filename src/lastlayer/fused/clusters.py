@@ -178,7 +178,7 @@ def _sorted(
     else:
         counts = target != ignore_index
         place = torch.where(counts, _places_of(torch.where(counts, target, 0), places), -1)
-    place, rows = place.sort(stable=True)
+    place, rows = kernels.touched_rows.sort_ids("auto", place)
     first, *ends = torch.searchsorted(place, _bounds(tuple(starts), place.device)).tolist()
     if first:
         place, rows = place[first:], rows[first:]
@@ -439,7 +439,7 @@ def _run_bands_by_tiles(given: _Given) -> _Computed:
     hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares, _ = given
     n = hidden.shape[0]
     # Sorted by target, the rows whose target is in a tile of classes are contiguous.
-    target, order = shares.target.sort(stable=True)
+    target, order = kernels.touched_rows.sort_ids("auto", shares.target)
     hidden = hidden.index_select(0, order)
     layer = LayerProducts(weights, bias, n)
     exact = _exact(layer, hidden, bias, target.unsqueeze(-1)).squeeze(-1)

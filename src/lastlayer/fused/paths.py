@@ -30,7 +30,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss
 from lastlayer.fused.recompute import in_chunks
-from lastlayer.kernels import selected, tree_path
+from lastlayer.kernels import selected, touched_rows, tree_path
 from lastlayer.kernels.node_groups import (
     WIDTHS,
     LeafTables,
@@ -676,7 +676,7 @@ def groups_of(row_start: Tensor, node: Tensor) -> Groups:
     """Groups entries by node; those with node ``n_inner`` are padding. Needs a host sync."""
     if node.is_cpu:
         return _groups_by_numpy(as_numpy(row_start), as_numpy(node))
-    ordered, order = node.sort(stable=True)
+    ordered, order = touched_rows.sort_ids("auto", node)
     asked, sizes = torch.unique_consecutive(ordered, return_counts=True)
     bounds = row_start[torch.stack([asked, asked + 1]).clamp_(max=len(row_start) - 1)]
     row, end = as_numpy(bounds.cpu())

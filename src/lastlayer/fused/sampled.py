@@ -813,7 +813,7 @@ def _slotted(
     If there are more entries than classes, one slot per class.
     """
     entries, columns, _, numbers, hidden, factor = given
-    keys, order = entries.sort(stable=True)
+    keys, order = kernels.touched_rows.sort_ids("auto", entries)
     size, device, (n_classes, *_) = keys.shape[0], keys.device, shapes[0]
     known, scattered = None, not sparse
     if sparse and size > n_classes:

@@ -149,5 +149,5 @@ class _Slots:
         known = entries.data_ptr(), entries.shape[0]
         if known not in self._sorted:
             narrow = entries.int() if n_rows <= _MOST_NARROW else entries
-            self._sorted[known] = torch.sort(narrow, stable=True)
+            self._sorted[known] = kernels.touched_rows.sort_ids("auto", narrow)
         return self._sorted[known]

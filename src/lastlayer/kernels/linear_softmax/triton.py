@@ -21,7 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import LOG2E, cdiv, load_rows, multiprocessors, next_power_of_2, tanh
+from lastlayer.kernels._triton import (
+    LOG2E,
+    cdiv,
+    load_rows,
+    multiprocessors,
+    next_power_of_2,
+    sort_ids,
+    tanh,
+)
 
 
 class Mix(NamedTuple):
@@ -91,7 +99,7 @@ def gradient_of_classes(
     # With rows sorted by target, the rows with targets in a tile of classes are adjacent, and the
     # kernel skips the comparison for all others.
     if not in_order:
-        target, order = torch.sort(target.int(), stable=True)
+        target, order = sort_ids(target.int())
         hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
     _gradient_of_classes[(cdiv(n_classes, classes),)](
         hidden, weight, bias, target, factors, size, weight_gradient, bias_gradient, n, n_classes,

@@ -27,7 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, in_rows, load_rows, log1p, next_power_of_2
+from lastlayer.kernels._triton import (
+    cdiv,
+    in_rows,
+    load_rows,
+    log1p,
+    next_power_of_2,
+    sort_ids,
+)
 from lastlayer.kernels.node_groups import (
     CHILDREN,
     MANY_EDGES,
@@ -240,7 +247,7 @@ def _make_plan(node: Tensor, row_start: Tensor, sizes: TreeSizes, n: int) -> Pla
     of hidden states.
     """
     m, n_groups = node.shape[0], most_groups(node.shape[0], sizes)
-    by_node, entry = torch.sort(node, stable=True)
+    by_node, entry = sort_ids(node)
     fresh = torch.empty_like(by_node)
     _mark_first[(cdiv(m, _BLOCK),)](by_node, fresh, m, BLOCK=_BLOCK)
     group = torch.cumsum(fresh, 0, dtype=torch.int32)

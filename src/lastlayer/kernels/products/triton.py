@@ -21,6 +21,7 @@ from lastlayer.kernels._triton import (
     load_rows,
     mean_of_losses,
     next_power_of_2,
+    sort_ids,
     tile_width,
 )
 
@@ -90,7 +91,7 @@ def add_to_weight_(
         return
     # Padding is sorted behind the last class.
     key = torch.where(values == 0, n_classes, classes).flatten()
-    key, order = torch.sort(key.int(), stable=True)
+    key, order = sort_ids(key.int())
     edges = torch.arange(n_classes + 1, device=key.device, dtype=torch.int32)
     starts = torch.searchsorted(key, edges)
     width = tile_width(depth, WIDEST)

@@ -10,7 +10,8 @@ Sums are multiplied by ``factor``, a tensor with one number. ``group`` computes 
 per entry, ``numbers``: the bias gradient of a column, or the slope of a row. It has one slot per
 entry: the sum of a class is in its first slot, and its other slots are 0. ``known`` gets the keys
 as int64, the index dtype of sparse tensors. With ``scattered`` the sums go to the rows of their
-classes instead. It has no CPU kernel, since there ``forward`` needs no sync either.
+classes instead. It has no CPU kernel, since there ``forward`` needs no sync either. ``sort_ids``
+sorts the classes of entries.
 
 ``adagrad_`` and ``adam_`` update the rows ``ids`` of ``weight`` (v, d), whose rows must be
 contiguous, with ``gradient`` (k, d). If an id occurs several times, its occurrences must be
@@ -41,8 +42,13 @@ def _grouped(entries: Tensor, _n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(entries), entries.new_empty(count + 1), entries.new_empty(count)
 
 
+def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ids), torch.empty_like(ids, dtype=torch.int64)
+
+
 forward = operation("touched_rows.forward", "touched_rows", _sums)
 group = operation("touched_rows.group", "touched_group", _grouped, integers=True)
+sort_ids = operation("touched_rows.sort_ids", "sort_ids", _sorted, integers=True, has_cpu=False)
 slots_ = operation(
     "touched_rows.slots_", "touched_slots_", writes=("weight", "bias", "known"), has_cpu=False
 )

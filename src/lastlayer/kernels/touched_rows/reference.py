@@ -80,6 +80,14 @@ def slots_(
                 out.copy_(torch.where(fresh.view(-1, *(1,) * (out.dim() - 1)), values, 0.0))
 
 
+def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Class ids ``(n,)`` in ascending order, int32 or int64, and the index of each, int64.
+
+    Equal ids keep their order. Ids are smaller than the largest integer of their dtype.
+    """
+    return torch.sort(ids, stable=True)
+
+
 def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """``order`` and ``starts`` of :func:`forward`, and the class of each group, ascending.
 

@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, load_rows, tile_width
+from lastlayer.kernels._triton import cdiv, load_rows, sort_ids, tile_width
+
+__all__ = ["adagrad_", "adam_", "forward", "group", "slots_", "sort_ids"]
 
 # Slots per block, at whose edges runs are cut; entries per step of the first kernel; segments per
 # step of the second.
@@ -311,6 +313,6 @@ def _one_minus_exp(x):
 
 def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Same as the reference; needs a host sync, which ``slots_`` avoids."""
-    ranked, order = torch.sort(torch.where(entries < 0, n_classes, entries), stable=True)
+    ranked, order = sort_ids(torch.where(entries < 0, n_classes, entries))
     known, counts = torch.unique_consecutive(ranked[ranked < n_classes], return_counts=True)
     return order, torch.nn.functional.pad(counts.cumsum(0), (1, 0)), known

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
+    MOST_COMPARED,
     cdiv,
     in_rows,
     load_rows,
@@ -32,8 +33,6 @@ TILE, WIDEST_TILE, PIECE_NUMBERS = 64, 1024, 1 << 25
 # Levels of a row per program, and rows per step of it; pieces per step of the second kernel; and
 # the largest width of a tile of vectors.
 LEVELS, ROWS, PIECES, WIDEST = 4, 4, 16, 512
-# Up to this many rows are sorted by comparing all pairs, in one launch; torch's sort takes a dozen.
-MOST_COMPARED = 1 << 14
 
 
 def loss(
