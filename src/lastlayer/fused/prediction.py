@@ -278,11 +278,13 @@ def _by_slabs(
     n, n_classes = rows.shape[0], layer.weight.shape[0]
     held = torch.empty(n, some, dtype=torch.float32, device=rows.device)
     blocks = Blocks.empty(rows, n, n_classes, peaks=peaks, levels=levels)
-    for first in range(0, n_classes, some):
-        weight = layer.weight[first : first + some]
-        bias = None if layer.bias is None else layer.bias[first : first + some]
-        scores = scores_into(held[:, : weight.shape[0]], rows, weight, None)
-        blocks.read_(scores, bias, *layer.shape, first)
+    # One call makes all parts: slicing each takes longer on the host.
+    weights = layer.weight.split(some)
+    biases = [None] * len(weights) if layer.bias is None else layer.bias.split(some)
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        size = weight.shape[0]
+        scores = scores_into(held if size == some else held[:, :size], rows, weight, None)
+        blocks.read_(scores, bias, *layer.shape, i * some)
     return blocks
 
 
