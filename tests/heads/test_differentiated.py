@@ -363,6 +363,26 @@ def test_on_a_gpu_it_is_what_it_is_on_a_cpu(variant):
     torch.testing.assert_close(head(hidden.cuda(), target.cuda()).cpu(), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [512, 4096], ids=["bias columns", "tiles"])
+def test_large_steps_on_a_gpu(n):
+    bands = [(2000, 96), (38_001, 23), (100_000, 9)]
+    head = DifferentiatedSoftmax(128, bands, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(140_001, (n,), device="cuda")
+    torch.nn.init.normal_(head.bias)
+    loss = head(hidden, target)
+    leaves = hidden, head.bias, *head.weights
+    made = torch.autograd.grad(loss, leaves)
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    slices = wide[0].split([width for _, width in bands], 1)
+    scores = torch.cat([a @ b.t() for a, b in zip(slices, wide[2:], strict=True)], 1) + wide[1]
+    exact = torch.nn.functional.cross_entropy(scores, target)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-4, atol=1e-4)
+    for one, other in zip(made, torch.autograd.grad(exact, wide), strict=True):
+        assert (one.double() - other).norm() <= 8e-3 * other.norm()
+
+
 # The interpreter warns of the logarithm of 0 in a part without classes.
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -404,6 +424,42 @@ def test_bands_without_stored_scores(monkeypatch, frozen, reduction, chunk_rows)
         torch.testing.assert_close(one, other, **near)
     with torch.no_grad():
         torch.testing.assert_close(head(hidden, target), expected[0], **near)
+
+
+@pytest.mark.parametrize("chunk_rows", ["auto", 4])
+@pytest.mark.parametrize("frozen", [None, "weights", "bias", "hidden"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"variant": "projections"}])
+def test_biases_as_columns_of_the_weights(monkeypatch, options, frozen, chunk_rows):
+    """As large steps on a GPU take them, in slices of all remainders of 8."""
+    head = make(chunk_rows=chunk_rows, **options)
+    with torch.no_grad():
+        head.bias[3] = -torch.inf
+    hidden, target = torch.randn(9, 12, dtype=torch.float64), torch.randint(N_CLASSES, (9,))
+    target[target == (3 if head.order is None else head.order[3])] = -100
+    target[2] = -100
+    hidden[2] = torch.nan
+    hidden.requires_grad_(frozen != "hidden")
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(frozen is None or (name == "bias") != (frozen == "bias"))
+    learned = [each for each in (hidden, *head.parameters()) if each.requires_grad]
+
+    def made():
+        loss = head(hidden, target)
+        return loss.detach(), *torch.autograd.grad(loss, learned, torch.tensor(0.7).double())
+
+    expected, seen = made(), []
+
+    def large(given):
+        seen.append(given.bias is not None)
+        return seen[-1]
+
+    monkeypatch.setattr(clusters, "_has_bias_columns", large)
+    for one, other in zip(made(), expected, strict=True):
+        assert one.is_contiguous()
+        torch.testing.assert_close(one, other)
+    assert True in seen
+    with torch.no_grad():
+        torch.testing.assert_close(head(hidden, target), expected[0])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

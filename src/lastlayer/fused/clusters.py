@@ -61,12 +61,15 @@ from lastlayer.fused.scores import (
     missing_columns,
     multiply,
     part_of,
+    ranges,
     rows_at_a_time,
 )
 from lastlayer.kernels import empty
 
 # Bands use the tiled kernels from this many scores on: below, the launches cost too much.
 _TILED_SCORES = 1 << 29
+# From this many scores on, a bias is a column of the weight, in vectors that stay aligned.
+_BIAS_COLUMN_FROM, _BIAS_COLUMNS = 1 << 26, 8
 
 
 def group_loss(
@@ -370,6 +373,8 @@ class _Bands(GroupEngine):
         hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares, shards = given
         if not option and shards is None and _narrow_bands(given):
             return _run_bands_by_tiles(given)
+        if _has_bias_columns(given):
+            return self._with_bias_columns(given, option)
         target, n = shares.target, hidden.shape[0]
         layer = LayerProducts(weights, bias, n)
         step = rows_at_a_time(
@@ -413,8 +418,64 @@ class _Bands(GroupEngine):
         loss = losses[0] if len(losses) == 1 else torch.cat(losses)
         return loss, [of_hidden, of_bias, *of_weights]
 
+    def _with_bias_columns(self, given: _Given, option: Any) -> _Computed:
+        """The bias becomes a column of the weights, and each slice of hidden gets a 1.
+
+        A GPU adds a bias within a product only if the result is contiguous. The scores of a band
+        are some columns of a buffer, so torch would first write the bias to them and then read it
+        again. The gradient of the bias is now a column, too, without another pass over the scores.
+        """
+        hidden, bias, weights, wanted = given.hidden, given.bias, given.weights, given.wanted
+        widths = [weight.shape[1] for weight in weights]
+        more = [_BIAS_COLUMNS - width % _BIAS_COLUMNS for width in widths]
+        columns = ranges(weight.shape[0] for weight in weights)
+        one, wider, slices = hidden.new_zeros(len(hidden), _BIAS_COLUMNS), [], []
+        one[:, 0] = 1.0
+        for weight, column, width, extra, part in zip(
+            weights, columns, widths, more, ranges(widths), strict=True
+        ):
+            wide = pad(weight, (0, extra))
+            wide[:, width] = bias[column]  # type: ignore[index]
+            wider.append(wide)
+            slices += [hidden[:, part], one[:, :extra]]
+        of_weights = [each or wanted[1] for each in wanted[2:]]
+        losses, (of_hidden, _, *totals) = self.run(
+            given._replace(
+                hidden=torch.cat(slices, 1), bias=None, weights=wider,
+                wanted=(wanted[0], False, *of_weights),
+            ),
+            option,
+        )  # fmt: skip
+        of_bias = None
+        if of_hidden is not None:
+            parts = ranges(each.shape[1] for each in wider)
+            some = zip(parts, widths, strict=True)
+            of_hidden = torch.cat([of_hidden[:, p.start : p.start + w] for p, w in some], 1)
+        if wanted[1]:
+            of_bias = torch.cat([
+                each[:, width]
+                for each, width in zip(totals, widths, strict=True)
+                if each is not None
+            ])  # fmt: skip
+        return losses, [of_hidden, of_bias, *(
+            None if total is None or not asked else total[:, :width].contiguous()
+            for total, asked, width in zip(totals, wanted[2:], widths, strict=True)
+        )]  # fmt: skip
+
 
 CLUSTERS, BANDS = _Clusters(), _Bands()
+
+
+def _has_bias_columns(given: _Given) -> bool:
+    """Whether the products are so large that a bias as a column of the weights is faster."""
+    hidden, n_classes = given.hidden, sum([weight.shape[0] for weight in given.weights])
+    return (
+        given.bias is not None
+        and given.shards is None
+        and bool(hidden.is_cuda)
+        and hidden.itemsize == 2
+        and hidden.shape[0] * n_classes >= _BIAS_COLUMN_FROM
+    )
 
 
 def _narrow_bands(given: _Given) -> list[bool]:

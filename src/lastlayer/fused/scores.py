@@ -205,7 +205,7 @@ def _are_misaligned(sizes: Iterable[int], weights: Sequence[Tensor], n_rows: int
     return any(size * first.itemsize % _ALIGNED_BYTES for size in sizes)
 
 
-def _ranges(sizes: Iterable[int]) -> list[slice]:
+def ranges(sizes: Iterable[int]) -> list[slice]:
     """Consecutive slices of the given sizes."""
     return [slice(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
@@ -273,12 +273,12 @@ class LayerProducts:
     @cached_property
     def columns(self) -> list[slice]:
         """Columns of each band's classes in the scores."""
-        return _ranges(weight.shape[0] for weight in self.weights)
+        return ranges(weight.shape[0] for weight in self.weights)
 
     @cached_property
     def parts(self) -> list[slice]:
         """Slice of hidden that each band is multiplied with."""
-        return _ranges(weight.shape[1] for weight in self.weights)
+        return ranges(weight.shape[1] for weight in self.weights)
 
     def _edge(self, first: int) -> _Edge:
         last, blocks = first + _BLOCK, []
