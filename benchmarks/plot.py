@@ -20,6 +20,8 @@ OTHER_COLOURS = ("#D55E00", "#000000", "#F0E442", "#7F7F7F")
 _BAR, _MARGIN, _LINES = 0.21, 0.62, 4.2
 # Bars are cut off at this multiple of the fastest method's.
 _LONGEST = 5.0
+# More cases than this are one panel of ratios; the height of a case in it, and its markers.
+_MOST_PANELS, _CASE, _MARKERS = 16, 0.19, ("s", "^", "v", "x")
 
 
 def is_available() -> bool:
@@ -29,6 +31,8 @@ def is_available() -> bool:
 
 def draw(records: Sequence[Record], path: Path, sweeps: Mapping[str, str]) -> None:
     """Write a PNG of all cases that were timed, one row of panels per case or sweep.
+
+    Many cases are one panel of times relative to the first method of each case.
 
     Raises:
         ValueError: if nothing was timed.
@@ -44,6 +48,12 @@ def draw(records: Sequence[Record], path: Path, sweeps: Mapping[str, str]) -> No
         first = group[0]
         name = first.section if first.section in sweeps else first.title
         groups.setdefault((first.device, name), []).extend(group)
+    if len(groups) > _MOST_PANELS:
+        figure = Figure(figsize=(9.5, 1.3 + _CASE * len(groups)), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        _ratios(figure.subplots(1, 1), groups)
+        figure.savefig(path, format="png", metadata={"Software": None})
+        return
     heights = [
         _LINES if group[0].section in sweeps else _MARGIN + _BAR * len(group)
         for group in groups.values()
@@ -62,6 +72,42 @@ def draw(records: Sequence[Record], path: Path, sweeps: Mapping[str, str]) -> No
             _bars(right, group, "GB", [r.peak_bytes and r.peak_bytes / 1e9 for r in group])
             right.set_yticks([])
     figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _ratios(panel: "Axes", groups: Mapping[tuple[str, str], list[Record]]) -> None:
+    """The time of each method relative to the first of its case, ours filled."""
+    named = dict.fromkeys(r.label for group in groups.values() for r in group[1:] if r.is_ours)
+    # Cases of different functions have a name of their own for each.
+    shown = {name: name if len(named) <= len(OURS_COLOURS) else "lastlayer" for name in named}
+    colours = dict(zip(dict.fromkeys(shown.values()), OURS_COLOURS, strict=False))
+    markers: dict[str, str] = {}
+    for place, group in enumerate(groups.values()):
+        base = group[0].median_ms
+        for record in group[1:]:
+            if not base or not record.median_ms:
+                continue
+            ratio, name = record.median_ms / base, shown.get(record.label, record.label)
+            if record.is_ours:
+                panel.plot(ratio, place, "o", color=colours[name], ms=5, label=name, zorder=3)
+                continue
+            name = "torch.compile" if name.endswith("compiled") else name
+            marker = markers.setdefault(name, _MARKERS[len(markers) % len(_MARKERS)])
+            panel.plot(ratio, place, marker, color=OTHER_COLOURS[-1], ms=4, label=name)
+    panel.axvline(1.0, color="black", lw=0.8)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.set_yticks(range(len(groups)), [name for _, name in groups], fontsize=6.5)
+    panel.set_ylim(len(groups) - 0.4, -0.6)
+    bases = dict.fromkeys(group[0].label for group in groups.values())
+    panel.set_xlabel(f"time relative to {', '.join(bases)} (left is faster)", fontsize=8)
+    panel.grid(visible=True, alpha=0.3)
+    panel.tick_params(axis="x", labelsize=7)
+    panel.spines[["top", "right"]].set_visible(False)
+    known = dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
+    panel.figure.legend(
+        known.values(), known.keys(), fontsize=7, frameon=False, ncols=min(5, len(known)),
+        loc="outside upper center",
+    )  # fmt: skip
 
 
 def _lines(panel: "Axes", records: list[Record], axis: str) -> None:

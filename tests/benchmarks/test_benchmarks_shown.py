@@ -60,6 +60,27 @@ def test_bars_and_lines_are_drawn(case, make_record, tmp_path):
         plot.draw(case[:1], tmp_path / "q.png", {})
 
 
+def test_many_cases_are_ratios(make_record, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    records = [
+        make_record(
+            section=f"case {n}", source=source, method=method, median_ms=ms, baseline="torch CE"
+        )
+        for n in range(plot._MOST_PANELS + 1)
+        for source, method, ms in (
+            ("torch", "CE", 2.0), ("lastlayer", "ours", n + 1.0), ("torch", "CE, compiled", 1.0)
+        )
+    ]  # fmt: skip
+    seen = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, *_, **__: seen.append(self))
+    plot.draw(records, "p.png", {})
+    ((panel,),) = [figure.axes for figure in seen]
+    drawn = [(line.get_label(), *line.get_xdata()) for line in panel.lines[:-1]]
+    ours = [ratio for name, ratio in drawn if name == "lastlayer ours"]
+    assert ours == [(n + 1) / 2 for n in range(plot._MOST_PANELS + 1)]
+    assert {ratio for name, ratio in drawn if name == "torch.compile"} == {0.5}
+
+
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [

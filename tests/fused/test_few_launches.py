@@ -308,7 +308,9 @@ def test_on_a_gpu(monkeypatch, dtype, name, options, n, d, v):
     ours = function(*problem, **options, **more)
     truth = unfused(row_loss, *exact, **options, **more)
     assert seen == [True]
-    torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
+    # Scores are rounded to half precision, which averages out over many classes.
+    loss_slack = 5e-3 if dtype == torch.bfloat16 and v < 1000 else 1e-4
+    torch.testing.assert_close(ours.double(), truth, rtol=loss_slack, atol=loss_slack)
     for mine, true in zip(gradients(ours, problem), gradients(truth, exact), strict=True):
         slack = 8e-3 if dtype == torch.bfloat16 else 1e-5
         assert (mine.double() - true).norm() <= slack * true.norm() + 1e-6
