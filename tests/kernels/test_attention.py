@@ -131,6 +131,31 @@ ALPHAS = [1.0, 1.25, 1.5, 1.7, 2.0]
 
 
 class TestAgainstAllWeights:
+    @pytest.mark.parametrize("impl", [TRITON])
+    @pytest.mark.parametrize("scale", [0.05, 4.0])
+    @pytest.mark.parametrize(
+        "alpha",
+        [
+            1.0 + 3e-7,
+            1.0001,
+            1.003,
+            1.05,
+            1.2,
+            1.3,
+            1.45,
+            1.6,
+            1.95,
+            2.5,
+            torch.tensor([1.0, 1.35]),
+        ],
+        ids=str,
+    )
+    def test_any_alpha_in_half_precision(self, impl, scale, alpha):
+        """The kernels take fast logarithms there, and stop the search for thresholds earlier."""
+        query, key, value = problem(n=67, m=200, d=16, size=16)
+        alpha = alpha.double() if isinstance(alpha, torch.Tensor) else alpha
+        agree(impl, torch.float16, (scale * query, key, value), {"alpha": alpha}, 2e-3)
+
     @both
     @pytest.mark.parametrize("alpha", ALPHAS)
     def test_alpha(self, impl, alpha):

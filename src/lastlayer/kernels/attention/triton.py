@@ -10,7 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, next_power_of_2, philox
+from lastlayer.kernels._triton import (
+    LOG2E,
+    LOG_2,
+    approximate_log2,
+    cdiv,
+    next_power_of_2,
+    philox,
+)
 from lastlayer.kernels.attention import Kept, Problem
 from lastlayer.kernels.entmax.threshold import (
     advance,
@@ -27,8 +34,10 @@ from lastlayer.kernels.entmax.threshold import (
 
 # How far a sum may be from 1 before the last steps, which reduce the error to a power of it. The
 # keys are the kind and whether the dtype is half precision. The slope of sparsemax jumps from 0 to
-# 1, so its gradient needs the exact support.
+# 1, so its gradient needs the exact support. Any other alpha up to 1.5 has the last number in half
+# precision; in float32, and above 1.5, it is solved to the rounding of sums.
 _NEAR = {(2, True): 0.5, (1, True): 1e-5, (2, False): 0.03, (1, False): 2e-6}
+_NEAR_OTHERS = 0.01
 # How much too high a guess may be, as a fraction of its distance from the largest score.
 _SLACK = tl.constexpr(0.25)
 _LOWEST = tl.constexpr(-3.0e38)
@@ -82,7 +91,7 @@ def _planned(kind: int, mask: int, dtype: torch.dtype, depth: int, wide: int) ->
         enable_fp_fusion=kind in (1, 2),
     )  # fmt: skip
     settings = (shared | dict(num_warps=warps, num_stages=stages) for warps, stages in tiles[2:])
-    return _Plan(kind, tiles, _NEAR.get((kind, half), 0.0), *settings)
+    return _Plan(kind, tiles, _NEAR.get((kind, half), _NEAR_OTHERS if half else 0.0), *settings)
 
 
 def _plan(p: Problem) -> _Plan:
@@ -312,6 +321,25 @@ def _by_tangent(squares, sums, count, KIND: tl.constexpr):
 
 
 @triton.jit
+def _shares(distance, at, excess, KIND: tl.constexpr, NARROW: tl.constexpr):
+    """``shares`` of ../entmax/threshold.py; any alpha with fast functions in half precision."""
+    if KIND == 0 and NARROW:
+        # With this alpha as with the softmax, weights differ by less than rounding.
+        excess = tl.maximum(excess, 1e-6)
+        ratio = distance * (excess * tl.exp(tl.minimum(-excess * at, 80.0)))
+        grown = tl.maximum(1.0 + ratio, 0.0)
+        # Near 1 the fast logarithm has a large relative error.
+        series = ratio * (1.0 - ratio * (0.5 - ratio * 0.33333334))
+        logs = tl.where(tl.abs(ratio) < 0.01, series, approximate_log2(grown) * LOG_2)
+        power = LOG2E / excess
+        probs = tl.exp2(logs * power + at * LOG2E)
+        slope = tl.exp2(logs * (power - LOG2E) + at * LOG2E)
+        return probs, tl.where(grown > 0.0, slope, 0.0)
+    else:
+        return shares(distance, at, excess, KIND)
+
+
+@triton.jit
 def _positive(values):
     return tl.where(values > 0.0, 1.0, 0.0)
 
@@ -326,6 +354,7 @@ def _solve(
     KIND: tl.constexpr,
 ):  # fmt: skip
     FAST: tl.constexpr = KIND == 1 or KIND == 2
+    NARROW: tl.constexpr = query.dtype.element_ty != tl.float32
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0).to(tl.int64)
     batch, own = head // heads, head % heads
@@ -435,7 +464,7 @@ def _solve(
                     some = tl.max(made, 1) * times > bound
                 else:
                     distance = made * times - origin[:, None]
-                    probs, slope = shares(distance, at[:, None], excess[:, None], KIND)
+                    probs, slope = _shares(distance, at[:, None], excess[:, None], KIND, NARROW)
                     squares += tl.sum(probs, 1)
                     sums += tl.sum(slope, 1)
                     some = tl.max(probs, 1) > 0.0
@@ -455,6 +484,8 @@ def _solve(
 
     # Further passes over the listed blocks.
     going = live
+    # Above alpha 1.5 slopes at the edge of the support are too steep for the last step.
+    loose = tl.where(excess <= 0.5, near, 0.0)
     if FAST:
         rise, _, total = _by_power_law(squares, sums, _bend(squares, sums, count), KIND)
         going = live & (tl.abs(total - 1.0) > near)
@@ -463,16 +494,16 @@ def _solve(
             rise = tl.where(going, rise, _by_tangent(squares, sums, count, KIND))
         at = tl.where(live, at + tl.minimum(rise, 0.9 * (peak - at)), at)
         trips = 0
-    elif KIND > 0:
-        total, weight = squares, sums
-        at, going = leap(at, total, weight, KIND)
-        going = going & live
     else:
         total, weight = squares, sums
-        at, lowest, highest, going = advance(
-            at, lowest, highest, total, weight, excess, trips, KIND
-        )
-        going = going & live
+        if KIND > 0:
+            following, going = leap(at, total, weight, KIND)
+        else:
+            following, lowest, highest, going = advance(
+                at, lowest, highest, total, weight, excess, trips, KIND
+            )
+        going = going & live & (tl.abs(total - 1.0) > loose)
+        at = tl.where(going, following, at)
     unsolved = tl.max(going.to(tl.int32), 0) > 0
     while unsolved:
         squares = tl.zeros((ROWS,), dtype=tl.float32)
@@ -495,7 +526,7 @@ def _solve(
                     count += tl.sum(_positive(margin), 1)
                 else:
                     distance = made * times - origin[:, None]
-                    probs, slope = shares(distance, at[:, None], excess[:, None], KIND)
+                    probs, slope = _shares(distance, at[:, None], excess[:, None], KIND, NARROW)
                     squares += tl.sum(probs, 1)
                     sums += tl.sum(slope, 1)
         trips += 1
@@ -515,8 +546,8 @@ def _solve(
             following, lowest, highest, further = advance(
                 at, lowest, highest, total, weight, excess, trips, KIND
             )
+            going = going & further & (tl.abs(total - 1.0) > loose)
             at = tl.where(going, following, at)
-            going = going & further
         unsolved = tl.max(going.to(tl.int32), 0) > 0
 
     tl.store(lists - 2, listed_edges.to(lists.dtype.element_ty))
@@ -542,6 +573,7 @@ def _attend(
     WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     FAST: tl.constexpr = KIND == 1 or KIND == 2
+    NARROW: tl.constexpr = query.dtype.element_ty != tl.float32
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0).to(tl.int64)
     every = tl.num_programs(0).to(tl.int64) * n
@@ -591,8 +623,10 @@ def _attend(
                     slope = _positive(slope)
             else:
                 distance = made * times - origin[:, None]
-                probs, slope = shares(distance, at[:, None], excess[:, None], KIND)
-                probs, slope = _finished(probs, slope, missing[:, None], excess[:, None], KIND)
+                probs, slope = _shares(distance, at[:, None], excess[:, None], KIND, NARROW)
+                probs, slope = _finished(
+                    probs, slope, missing[:, None], excess[:, None], KIND, NARROW
+                )
             in_rows = tl.sum(slope, 1)
             reached += tl.sum(probs, 1)
             sloped += in_rows
@@ -630,12 +664,16 @@ def _attend(
 
 
 @triton.jit
-def _finished(probs, slope, missing, excess, KIND: tl.constexpr):
+def _finished(probs, slope, missing, excess, KIND: tl.constexpr, NARROW: tl.constexpr):
     """Weights after the last Newton step, and their slopes ``p ** (2 - alpha)``."""
     probs = polished(probs, slope, missing)
-    if KIND == 0:
+    if KIND == 0 or NARROW:
         # The last step may change the weights too much to use their slopes from before it.
-        slope = tl.exp((1.0 - excess) * tl.log(tl.where(probs != 0.0, probs, 1.0)))
+        base = tl.where(probs != 0.0, probs, 1.0)
+        if NARROW:
+            slope = tl.exp2((1.0 - excess) * approximate_log2(base))
+        else:
+            slope = tl.exp((1.0 - excess) * tl.log(base))
     return probs, tl.where(probs != 0.0, slope, 0.0)
 
 
@@ -652,7 +690,9 @@ def _rows_again(numbers, place, there, every, KIND: tl.constexpr):
 
 
 @triton.jit
-def _weights_again(made, times, first, at, missing, factor, excess, KIND: tl.constexpr):
+def _weights_again(
+    made, times, first, at, missing, factor, excess, KIND: tl.constexpr, NARROW: tl.constexpr
+):  # fmt: skip
     """Recomputes weights and slopes from the saved numbers of their rows."""
     if KIND == 1 or KIND == 2:
         slope = _margins(made, times, first)
@@ -661,8 +701,8 @@ def _weights_again(made, times, first, at, missing, factor, excess, KIND: tl.con
         else:
             return slope, _positive(slope)
     else:
-        probs, slope = shares(made * times - first, at, excess, KIND)
-        probs, slope = _finished(probs, slope, missing, excess, KIND)
+        probs, slope = _shares(made * times - first, at, excess, KIND, NARROW)
+        probs, slope = _finished(probs, slope, missing, excess, KIND, NARROW)
         if KIND == 0:
             # The slopes of the weights after their multiplication by factor.
             slope = slope * tl.exp((1.0 - excess) * tl.log(factor))
@@ -749,7 +789,7 @@ def _query_gradient(
                 )  # fmt: skip
                 probs, slope = _weights_again(
                     made, times, origin[:, None], at[:, None], missing[:, None], factor[:, None],
-                    excess[:, None], KIND,
+                    excess[:, None], KIND, query.dtype.element_ty != tl.float32,
                 )  # fmt: skip
                 of_weights = _product(upstream, tl.trans(vectors))
                 if seed is not None:
@@ -846,7 +886,7 @@ def _key_gradient(
                 )  # fmt: skip
                 probs, slope = _weights_again(
                     made, times, origin[:, None], at[:, None], missing[:, None], factor[:, None],
-                    part_excess[:, None], KIND,
+                    part_excess[:, None], KIND, query.dtype.element_ty != tl.float32,
                 )  # fmt: skip
                 of_weights = _product(upstream, tl.trans(vectors))
                 if seed is not None:
