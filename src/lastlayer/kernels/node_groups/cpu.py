@@ -61,10 +61,11 @@ def gradients(
     row: Array, width: Array, position: Tensor, made: Tensor, upstream: Tensor, place: Array,
     of_entries: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """:func:`choose`, and its gradients: of the hidden states of entries, ``(n, m, d)``, and vectors.
+    """:func:`choose`, and its gradients.
 
-    The gradients of a group's vectors and biases are written from row ``place`` on. ``upstream`` is
-    ``(n * m,)``; other arguments are those of :func:`choose`.
+    Those of hidden states are one per entry, ``(n, m, d)``. Those of a group's vectors and biases
+    are written from row ``place`` on. ``upstream`` is ``(n * m,)``; other arguments are those of
+    :func:`choose`.
     """
     n_groups, work = _sizes(first, last, width, hidden.shape[1])
     none, d = hidden.new_empty(0), hidden.shape[1]
