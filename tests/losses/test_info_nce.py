@@ -303,6 +303,23 @@ def test_empty_batches_and_negatives():
         torch.testing.assert_close(alone, torch.zeros_like(alone))
 
 
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_own_negatives_without_a_direction_or_of_any_length(in_batch):
+    query, key, negatives = vectors(N, D), vectors(N, D), vectors(N, 3, D)
+    for each, at in ((query, 1), (key, 2), (negatives, (0, 1))):
+        each.data[at] = 0.0
+    leaves = query, key, negatives
+    loss = info_nce(*leaves, in_batch=in_batch)
+    for each, of_each, at in zip(
+        leaves, torch.autograd.grad(loss, leaves), (1, 2, (0, 1)), strict=True
+    ):
+        assert torch.equal(of_each[at], torch.zeros_like(each[at]))
+        assert of_each.abs().max() < 100.0
+    for scale in (1e-200, 1e-30, 1e30, 1e200):
+        scaled = info_nce(*(each * scale for each in leaves), in_batch=in_batch)
+        torch.testing.assert_close(scaled, loss)
+
+
 def test_gradients_only_where_they_are_wanted():
     query, key = vectors(N, D), vectors(N, D)
     temperature = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)

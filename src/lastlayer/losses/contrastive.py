@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lastlayer._checks import (
     NUMBER_OR_TENSOR,
@@ -347,8 +346,21 @@ def _pair_scores(query: Tensor, key: Tensor, normalize: bool) -> Tensor:
     wide = accumulation_dtype(query.dtype)
     query, key = query.to(wide), key.to(wide)
     if normalize:
-        query, key = (functional.normalize(each, dim=-1) for each in (query, key))
+        query, key = _unit(query), _unit(key)
     return (query * key).sum(-1)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Vectors divided by their lengths; a vector of zeros stays zero and gets no gradient.
+
+    Dividing by the largest entry first keeps the squares in range.
+    """
+    if not vectors.shape[-1]:
+        return vectors
+    size = vectors.detach().abs().amax(-1, keepdim=True)
+    vectors = vectors / torch.where(size == 0, 1.0, size)
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return torch.where(length == 0, 0.0, vectors / torch.where(length == 0, 1.0, length))
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
