@@ -403,8 +403,10 @@ def scaled(pieces: Sequence[Tensor | None], factor: Tensor, reusable: bool) -> G
     The factor is a scalar tensor that may be outside the range of half precision.
     """
     if reusable:
-        first, *others = [each for each in pieces if each is not None]
-        kernels.products.scale_("auto", first, others, factor)
+        # None are left if the weight's gradient has been added to `weight_grad`.
+        made = [each for each in pieces if each is not None]
+        if made:
+            kernels.products.scale_("auto", made[0], made[1:], factor)
         return list(pieces)
     return [
         None if each is None else (each.to(factor.dtype) * factor).to(each.dtype) for each in pieces
