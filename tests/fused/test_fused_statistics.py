@@ -52,6 +52,24 @@ def test_only_the_loss_has_a_gradient():
     assert not any(each.requires_grad for each in known[1:])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_without_an_upstream_gradient_has_none_itself(reduction):
+    """Autograd passes None, not zeros, to a function with outputs that have no gradient."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(_, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(*_):
+            return None
+
+    problem = make_problem(N)
+    loss = Stop.apply(linear_statistics(*problem, reduction=reduction).loss).sum()
+    assert torch.autograd.grad(loss, problem[0], allow_unused=True) == (None,)
+
+
 def test_ignored_rows_are_zero_everywhere():
     problem = make_problem(N, v=V, ignored=(0, 4, 12))
     known = linear_statistics(*problem, k=V, chunk_rows=4, reduction="none")
