@@ -80,6 +80,15 @@ def test_ignored_rows_are_zero_everywhere():
     assert (known.entropy[~ignored] > 0).all()
 
 
+def test_unsigned_8_bit_targets():
+    """-100 as an unsigned 8-bit integer is 156, which is a class here."""
+    hidden, weight, _, bias = make_problem(2, v=200)
+    target = torch.tensor([156, 3])
+    given = linear_statistics(hidden, weight, target.to(torch.uint8), bias, k=200)
+    torch.testing.assert_close(given, linear_statistics(hidden, weight, target, bias, k=200))
+    assert given.in_top_k.all()
+
+
 def test_all_rows_ignored():
     known = linear_statistics(*make_problem(3, ignored=range(3)))
     assert not any(each.any() for each in known)
