@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 from abc import ABC, abstractmethod
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Self
@@ -136,7 +137,8 @@ class SavedModule(TabledModule):
         """
         folder, config, kind = Path(folder), self._saved_config(self.config()), type(self)
         name = (kind.__bases__[-1] if made_by_fsdp(kind) else kind).__name__
-        text = json.dumps({"head": name, "arguments": config}, indent=2) + "\n"
+        arguments = {"head": name, "arguments": config}
+        text = json.dumps(arguments, indent=2, default=_as_json_number) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
         self._save_extra(folder)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -657,6 +659,15 @@ def _class_named(name: str, cls: type[Any], folder: Path) -> type[Any]:
 
 def _below(cls: type[Any]) -> list[type[Any]]:
     return [each for child in cls.__subclasses__() for each in (child, *_below(child))]
+
+
+def _as_json_number(value: Any) -> Any:
+    """A number that JSON does not know, such as one of numpy, as one of Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"expected an argument that JSON can hold, got {type(value).__name__}")
 
 
 def _safetensors() -> ModuleType:
