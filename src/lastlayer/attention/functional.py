@@ -9,12 +9,15 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import (
+    DTYPES,
     broadcasts,
     check_alpha,
     check_choice,
-    check_floating,
+    check_device,
+    check_dtype,
     check_int,
     check_positive,
+    check_scores,
     check_share,
 )
 from lastlayer._torch import (
@@ -22,10 +25,13 @@ from lastlayer._torch import (
     apply_of,
     autocast_dtype,
     in_dtype,
+    in_functorch,
     is_eager,
     transforms_are_active,
+    values_are_checked,
 )
-from lastlayer.kernels.attention import Kept, Problem, scores
+from lastlayer.kernels.attention import Kept, Problem, reference, scores
+from lastlayer.maps.entmax import entmax
 
 Implementation = Literal["auto", "triton", "chunked"]
 Window = int | tuple[int | None, int | None]
@@ -34,6 +40,8 @@ Lengths = Tensor | tuple[Tensor, Tensor]
 _TENSORS = 9
 # The largest head size of the kernels, and the bytes of scores in a chunk of queries.
 _WIDEST, _CHUNK_BYTES = 256, 1 << 24
+# The largest offset; a window is cut to twice that, so that sums with it fit in int32.
+_FARTHEST = 1 << 29
 
 
 class AttentionWeights(NamedTuple):
@@ -124,7 +132,14 @@ def sparse_attention(
         cu_seqlens, query_offset,
     )  # fmt: skip
     by_kernel = _by_kernel(problem, impl)
-    apply = _Attention.apply if transforms_are_active() else _apply
+    apply = _apply
+    if transforms_are_active():
+        if in_functorch():
+            out = reference.forward(
+                problem, lambda s, a: torch.dropout(entmax(s, a), dropout, True)
+            )
+            return out.view(*batch, *out.shape[1:])
+        apply = _Attention.apply
     wanted = _Wanted._make(
         each is not None and each.requires_grad and torch.is_grad_enabled() for each in problem[:5]
     )
@@ -196,17 +211,19 @@ def _problem(
 ) -> tuple[Problem, Sequence[int]]:
     """Checked arguments with a single batch dimension, and the original batch dimensions."""
     for name, each in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, each, "queries, keys and values")
+        check_scores(each, name=name)
+        if each.is_nested:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got a nested one; concatenate the sequences and "
+                "pass cu_seqlens"
+            )
         if each.dim() < 3:
             raise ValueError(
                 f"{name}: expected (..., heads, length, size), got {tuple(each.shape)}; "
                 "add a dimension for the heads"
             )
-        if each.dtype != query.dtype or each.device != query.device:
-            raise ValueError(
-                f"{name}: expected {query.dtype} on {query.device} as query, got {each.dtype} on "
-                f"{each.device}"
-            )
+        check_device(name, each, query, "query")
+        check_dtype(name, each, query, "query")
     if (dtype := autocast_dtype(query)) is not None:
         query, key, value = (in_dtype(each, dtype) for each in (query, key, value))
     batch, (heads, n, d), m = query.shape[:-3], query.shape[-3:], key.shape[-2]
@@ -214,9 +231,9 @@ def _problem(
     left, right = _window(window, is_causal)
     rows = (*batch, heads, n, m)
     flat = (math.prod(batch), heads, n, m)
-    number, of_heads = _alpha(alpha, (*batch, heads), flat[:2])
+    number, of_heads = _alpha(alpha, (*batch, heads), flat[:2], query)
     first = stop = place = None
-    offset = check_int("query_offset", query_offset, least=-(2**31))
+    offset = check_int("query_offset", query_offset, least=-_FARTHEST, most=_FARTHEST)
     if cu_seqlens is not None:
         if offset or flat[0] != 1:
             raise ValueError(
@@ -230,9 +247,9 @@ def _problem(
             _mask(mask, rows, query).expand(rows)
         )  # fmt: skip
     seed = None
-    if dropout:
+    if dropout and not in_functorch():
         seed = torch.randint(2**62, (1,), device=query.device)
-    scale = d**-0.5 if scale is None else check_positive("scale", scale)
+    scale = max(1, d) ** -0.5 if scale is None else check_positive("scale", scale)
     if len(batch) != 1:
         query, key, value = (
             each.reshape(flat[0], *each.shape[-3:]) for each in (query, key, value)
@@ -266,21 +283,22 @@ def _window(window: Window | None, is_causal: bool) -> tuple[int, int]:
     expected = "a number of keys, (left, right) or None"
     if window is None:
         left = right = -1
-    elif isinstance(window, tuple):
+    elif isinstance(window, (tuple, list)):
         if len(window) != 2:
             raise ValueError(f"window: expected {expected}, got {window}")
         left, right = (-1 if x is None else check_int("window", x, least=0) for x in window)
     else:
         left = right = check_int("window", window) - 1
-    return left, 0 if is_causal and right != 0 else right
+    return min(left, 2 * _FARTHEST), 0 if is_causal else min(right, 2 * _FARTHEST)
 
 
 def _alpha(
-    alpha: float | Tensor, heads: tuple[int, ...], flat: tuple[int, ...]
+    alpha: float | Tensor, heads: tuple[int, ...], flat: tuple[int, ...], query: Tensor
 ) -> tuple[float, Tensor | None]:
     check_alpha(alpha)
     if not isinstance(alpha, Tensor):
         return float(alpha), None
+    check_device("alpha", alpha, query, "query")
     if alpha.dim() > 1:
         if alpha.shape[-2:] != (1, 1) or not broadcasts(alpha.shape[:-2], heads):
             raise ValueError(
@@ -294,7 +312,7 @@ def _alpha(
 
 
 def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *DTYPES):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(
             "attn_mask: expected bool (True if a query may attend) or a floating tensor that is "
@@ -304,8 +322,7 @@ def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
         raise ValueError(
             f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(mask.shape)}"
         )
-    if mask.device != query.device:
-        raise ValueError(f"attn_mask: expected {query.device} as query, got {mask.device}")
+    check_device("attn_mask", mask, query, "query")
     checked: Tensor = mask
     return checked
 
@@ -314,15 +331,17 @@ def _sequences(lengths: Any, n: int, m: int, device: torch.device) -> tuple[Tens
     """For each query: first key of its sequence, end of the sequence, and key at its position."""
     pair = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     if len(pair) != 2 or any(
-        not isinstance(x, Tensor) or x.is_floating_point() or x.dim() != 1 or not x.numel()
+        not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.dim() != 1
+        or not x.numel()
         for x in pair
     ) or pair[0].shape != pair[1].shape:  # fmt: skip
         raise ValueError(
-            "cu_seqlens: expected integers (sequences + 1,), or a pair of such tensors of the same "
-            f"length, got {lengths!r}"
+            "cu_seqlens: expected an int32 or int64 tensor (sequences + 1,), such as "
+            "torch.tensor([0, 5, 12]), or a pair of them of the same length, for queries and keys; "
+            f"got {lengths!r}"
         )
     starts, of_keys = (x.to(device=device, dtype=torch.int64) for x in pair)
-    if starts.device.type == "cpu":
+    if values_are_checked(starts):
         for name, ends, length in (("query", starts, n), ("key", of_keys, m)):
             if ends[0] != 0 or ends[-1] != length or bool((ends.diff() < 0).any()):
                 raise ValueError(
@@ -397,7 +416,12 @@ def _kept_weights(p: Problem, like: Tensor, rows: slice) -> Tensor | None:
     generator = torch.Generator(like.device)
     generator.manual_seed((int(p.seed) + rows.start) % 2**62)
     drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float32)
-    return (drawn >= p.dropout).to(like.dtype).div_(1.0 - p.dropout)
+    return (drawn >= p.dropout).to(like.dtype).mul_(_kept_factor(p.dropout))
+
+
+def _kept_factor(dropout: float) -> float:
+    """The factor of the weights that are not dropped."""
+    return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
 
 
 def _grouped(tensor: Tensor, key_heads: int) -> Tensor:
@@ -489,6 +513,18 @@ def _backward(
     return triton.backward(p, Kept(*kept), grad, wanted)
 
 
+def _differentiable_backward(p: Problem, grad: Tensor, wanted: _Wanted) -> list[Tensor | None]:
+    """The gradients as differentiable functions of inputs and ``grad``; stores all weights."""
+    if p.seed is not None:
+        raise RuntimeError(
+            "sparse_attention: second derivatives are not supported with dropout; set dropout_p=0"
+        )
+    inputs = [each for each, asked in zip(p, wanted, strict=False) if asked]
+    out = reference.forward(p, entmax)
+    made = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
+    return [next(made) if asked else None for asked in wanted]
+
+
 _SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? head_alpha, Tensor? mask, Tensor? seed, "
     "Tensor? first, Tensor? stop, Tensor? place, float alpha, float scale, int left, int right, "
@@ -570,15 +606,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "sparse_attention: second derivatives are not supported; if you need them, use "
-                "lastlayer.entmax(query @ key.mT * scale) @ value"
-            )
         by_kernel, wanted, numbers = ctx.given
-        tensors, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+        # Read once: non-reentrant checkpointing allows no more.
+        saved = ctx.saved_tensors
+        tensors, kept = saved[:_TENSORS], saved[_TENSORS:]
         p = Problem(*tensors, *numbers)
-        if is_eager(grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            computed = _differentiable_backward(p, grad, wanted)
+        elif is_eager(grad):
             computed = _backward(by_kernel, p, kept, grad, wanted)
         else:
             computed = torch.ops.lastlayer.sparse_attention_backward(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, in_functorch
 
 
 class Problem(NamedTuple):
@@ -99,13 +99,21 @@ def scores(problem: Problem, rows: slice, keys: slice) -> Tensor:
     batch, heads = p.query.shape[:2]
     key = p.key[:, :, keys].to(dtype)
     n, group = rows.stop - rows.start, heads // max(1, key.shape[1])
-    query = p.query[:, :, rows].to(dtype).reshape(batch, key.shape[1], group * n, key.shape[-1])
-    made = (query @ key.transpose(-1, -2)).mul_(p.scale).view(batch, heads, n, key.shape[2])
+    query = p.query[:, :, rows].to(dtype) * p.scale
+    query = query.reshape(batch, key.shape[1], group * n, key.shape[-1])
+    made = (query @ key.transpose(-1, -2)).view(batch, heads, n, key.shape[2])
     seen = allowed(p, rows, keys)
     if p.mask is not None:
         part = p.mask[:, :, rows, keys]
         if part.dtype == torch.bool:
             seen = part if seen is None else seen & part
         else:
-            made += part
-    return made if seen is None else made.masked_fill_(~seen, -math.inf)
+            # vmap allows nothing in place if only the mask is batched.
+            made = made + part.to(dtype) if in_functorch() else made.add_(part)
+    if seen is None:
+        return made
+    return (
+        made.masked_fill(~seen, -math.inf)
+        if in_functorch()
+        else made.masked_fill_(~seen, -math.inf)
+    )

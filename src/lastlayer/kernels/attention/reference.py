@@ -1,7 +1,4 @@
-"""Attention in plain torch, which stores all weights: the reference for tests.
-
-It has no dropout, since the dropped weights depend on the implementation.
-"""
+"""Attention in plain torch, which stores all weights; differentiable to any order."""
 
 from collections.abc import Callable
 
