@@ -108,6 +108,18 @@ def test_generation(family, beams):
     assert all(torch.equal(first, each) for each in others)
 
 
+def test_gradient_checkpointing():
+    ids, padded = batch()
+    grads = []
+    for checkpointed in (False, True):
+        made = model("llama", "test_entmax").train()
+        if checkpointed:
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+        made(ids, attention_mask=padded, labels=ids).loss.backward()
+        grads.append([each.grad for each in made.parameters()])
+    torch.testing.assert_close(*grads)
+
+
 def test_weights_are_there_when_asked_for():
     ids, _ = batch()
     made = model("llama", "test_entmax")

@@ -133,7 +133,7 @@ MANY_ALPHAS = [1.01, 1.05, 1.2, 4 / 3, 1.45, 3.0, torch.tensor([1.0, 1.2, 1.5, 2
 
 
 def agree_on_sinks(dtype, n, m, alpha, tolerance):
-    """Rows with one large score, as of a first token that all attend to, among nearly equal ones."""
+    """Rows with one large score, as of a token that all attend to, among nearly equal ones."""
     query, key, value = problem(n, m, d=16, size=16, heads=4)
     scores = 0.1 * draw(4, n, m)
     scores[..., 0] = torch.linspace(0, 6, n)

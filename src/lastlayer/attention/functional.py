@@ -58,6 +58,12 @@ class AttentionWeights(NamedTuple):
     keys: Tensor
     counts: Tensor
 
+    def to_dense(self, n_keys: int) -> Tensor:
+        """All weights, ``(..., heads, n, n_keys)``, with their zeros."""
+        dense = self.values.new_zeros(*self.values.shape[:-1], n_keys)
+        # What is padded with -1 has a value of 0.
+        return dense.scatter_add_(-1, self.keys.clamp(min=0), self.values)
+
 
 def sparse_attention(
     query: Tensor,
@@ -81,7 +87,8 @@ def sparse_attention(
 
     The conventions are those of :func:`torch.nn.functional.scaled_dot_product_attention`. Weights
     below a threshold, which is solved to convergence for each query, are exactly zero. The matrix
-    of weights is never stored: memory grows linearly with the number of queries and keys.
+    of weights is never stored: memory grows linearly with the number of queries and keys. It is
+    stored for second derivatives, and in transforms of ``torch.func``.
 
     Choose ``alpha=1.5`` as the sparse replacement of softmax attention, 2 (sparsemax) if a query
     should attend to very few keys, and a tensor with one learned alpha per head if each head should
@@ -132,18 +139,18 @@ def sparse_attention(
         cu_seqlens, query_offset,
     )  # fmt: skip
     by_kernel = _by_kernel(problem, impl)
-    apply = _apply
-    if transforms_are_active():
-        if in_functorch():
-            out = reference.forward(
-                problem, lambda s, a: torch.dropout(entmax(s, a), dropout, True)
-            )
-            return out.view(*batch, *out.shape[1:])
-        apply = _Attention.apply
-    wanted = _Wanted._make(
-        each is not None and each.requires_grad and torch.is_grad_enabled() for each in problem[:5]
-    )
-    out: Tensor = apply(by_kernel, wanted, problem[_TENSORS:], *problem[:_TENSORS])
+    out: Tensor
+    if in_functorch():
+        if impl != "auto":
+            raise ValueError(f"impl: expected 'auto' in a transform of torch.func, got {impl!r}")
+        out = reference.forward(problem, lambda s, a: torch.dropout(entmax(s, a), dropout, True))
+    else:
+        apply = _Attention.apply if transforms_are_active() else _apply
+        wanted = _Wanted._make(
+            each is not None and each.requires_grad and torch.is_grad_enabled()
+            for each in problem[:5]
+        )
+        out = apply(by_kernel, wanted, problem[_TENSORS:], *problem[:_TENSORS])
     return out.view(*batch, *out.shape[1:]) if len(batch) != 1 else out
 
 
@@ -519,7 +526,10 @@ def _differentiable_backward(p: Problem, grad: Tensor, wanted: _Wanted) -> list[
         raise RuntimeError(
             "sparse_attention: second derivatives are not supported with dropout; set dropout_p=0"
         )
-    inputs = [each for each, asked in zip(p, wanted, strict=False) if asked]
+    tensors = p.query, p.key, p.value, p.head_alpha, p.mask
+    inputs = [
+        each for each, asked in zip(tensors, wanted, strict=True) if asked and each is not None
+    ]
     out = reference.forward(p, entmax)
     made = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
     return [next(made) if asked else None for asked in wanted]

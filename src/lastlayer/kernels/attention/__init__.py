@@ -108,12 +108,9 @@ def scores(problem: Problem, rows: slice, keys: slice) -> Tensor:
         if part.dtype == torch.bool:
             seen = part if seen is None else seen & part
         else:
-            # vmap allows nothing in place if only the mask is batched.
             made = made + part.to(dtype) if in_functorch() else made.add_(part)
     if seen is None:
         return made
-    return (
-        made.masked_fill(~seen, -math.inf)
-        if in_functorch()
-        else made.masked_fill_(~seen, -math.inf)
-    )
+    # vmap allows nothing in place if only the mask is batched.
+    fill = made.masked_fill if in_functorch() else made.masked_fill_
+    return fill(~seen, -math.inf)

@@ -35,8 +35,8 @@ from lastlayer.kernels.entmax.threshold import (
 # How far a sum may be from 1 before the last steps, which reduce the error to a power of it. The
 # keys are the kind and whether the dtype is half precision. The slope of sparsemax jumps from 0 to
 # 1, so its gradient needs the exact support. Any other alpha up to 1.5 has the last number in half
-# precision; in float32, and above 1.5, it is solved to the rounding of sums. With 0.01, one large
-# score among many equal ones gave gradients that were off by 1.4%, with 0.001 by less than rounding.
+# precision; in float32 and above 1.5 it is solved to the rounding of sums. With 0.01, gradients of
+# one large score among many equal ones were off by 1.4%, with 0.001 by less than rounding.
 _NEAR = {(2, True): 0.5, (1, True): 1e-5, (2, False): 0.03, (1, False): 2e-6}
 _NEAR_OTHERS = 1e-3
 # How much too high a guess may be, as a fraction of its distance from the largest score.
