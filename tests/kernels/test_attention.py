@@ -276,6 +276,26 @@ class TestAgainstAllWeights:
             agree("chunked", torch.float32, problem(), options)
         agree("chunked", torch.float32, problem(21, 21, batch=1), {"cu_seqlens": CUTS})
 
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    def test_few_weights_are_saved_for_backward(self, monkeypatch, options):
+        tensors = [each.float().requires_grad_() for each in problem(21, 37, d=64)]
+        taken = moved(options, "chunked", torch.float32)
+        grads = []
+        for few in (True, False):
+            calls = []
+            forward = kernels.entmax.forward
+            monkeypatch.setattr(
+                kernels.entmax, "forward", lambda *x, f=forward, c=calls: c.append(1) or f(*x)
+            )
+            if not few:
+                monkeypatch.setattr(functional, "_saves_weights", lambda _: False)
+            torch.manual_seed(2)
+            made = sparse_attention(*tensors, dropout_p=0.2, **taken)
+            grads.append(torch.autograd.grad(made.square().sum(), tensors))
+            assert len(calls) == (1 if few else 2)
+            monkeypatch.undo()
+        torch.testing.assert_close(*grads)
+
     @needs_triton
     def test_long_rows_in_the_kernel(self):
         agree("triton", torch.float32, problem(70, 300, heads=1, batch=1), {"is_causal": True})
@@ -475,7 +495,17 @@ class TestHowItIsCalled:
         with torch.autocast("cpu", torch.bfloat16):
             # As of a parameter and the results of layers.
             made = sparse_attention(query, key.bfloat16(), value)
-        assert made.dtype == torch.bfloat16
+            assert made.dtype == torch.bfloat16
+            # Only the inputs are rounded, not the scores.
+            halves = [each.bfloat16().requires_grad_() for each in (query, key, value)]
+            mask, grads = draw(21, 37, seed=6).float(), []
+            for enabled in (True, False):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    out = sparse_attention(*halves, attn_mask=mask)
+                    grads.append((out, *torch.autograd.grad(out.sum(), halves)))
+                    weights = attention_weights(query.bfloat16(), key.bfloat16(), attn_mask=mask)
+                    grads[-1] += (weights.values,)
+        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_checkpointing(self, reentrant):

@@ -29,8 +29,9 @@ from lastlayer._torch import (
     is_eager,
     transforms_are_active,
     values_are_checked,
+    without_autocast,
 )
-from lastlayer.kernels.attention import Kept, Problem, reference, scores
+from lastlayer.kernels.attention import Kept, Problem, grouped, part_of, reference, scores
 from lastlayer.maps.entmax import entmax
 
 Implementation = Literal["auto", "triton", "chunked"]
@@ -143,14 +144,22 @@ def sparse_attention(
     if in_functorch():
         if impl != "auto":
             raise ValueError(f"impl: expected 'auto' in a transform of torch.func, got {impl!r}")
-        out = reference.forward(problem, lambda s, a: torch.dropout(entmax(s, a), dropout, True))
+        with without_autocast(query):
+            out = reference.forward(
+                problem, lambda s, a: torch.dropout(entmax(s, a), dropout, True)
+            )
     else:
-        apply = _Attention.apply if transforms_are_active() else _apply
-        wanted = _Wanted._make(
-            each is not None and each.requires_grad and torch.is_grad_enabled()
-            for each in problem[:5]
-        )
-        out = apply(by_kernel, wanted, problem[_TENSORS:], *problem[:_TENSORS])
+        wanted = _NOTHING
+        if torch.is_grad_enabled():
+            wanted = _Wanted._make(
+                [each is not None and each.requires_grad for each in problem[:5]]
+            )
+        if True not in wanted and is_eager(problem.query):
+            # Without autograd, which costs host time.
+            out, _ = _forward(by_kernel, problem, False)
+        else:
+            apply = _Attention.apply if transforms_are_active() else _apply
+            out = apply(by_kernel, wanted, problem[_TENSORS:], *problem[:_TENSORS])
     return out.view(*batch, *out.shape[1:]) if len(batch) != 1 else out
 
 
@@ -183,7 +192,8 @@ def attention_weights(
         )  # fmt: skip
         parts = []
         for rows, keys in _chunks(p):
-            weights = _weights(p, rows, keys)
+            with without_autocast(query):
+                weights = _weights(p, rows, keys)
             counts = (weights != 0).sum(-1)
             size = int(counts.max()) if counts.numel() else 0
             values, found = weights.topk(size, dim=-1)
@@ -431,23 +441,41 @@ def _kept_factor(dropout: float) -> float:
     return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
 
 
-def _grouped(tensor: Tensor, key_heads: int) -> Tensor:
-    """Concatenates the rows of all heads that share a key head."""
-    batch, heads, n, size = tensor.shape
-    return tensor.reshape(batch, key_heads, heads // max(1, key_heads) * n, size)
+def _saves_weights(p: Problem) -> bool:
+    """Whether the weights are few: no more than the inputs have numbers, and one chunk.
 
-
-def _chunked_forward(p: Problem) -> Tensor:
+    They are then saved for backward, and memory is linear all the same.
+    """
     batch, heads, n, _ = p.query.shape
-    value = p.value.to(accumulation_dtype(p.query.dtype))
-    out = p.query.new_empty(batch, heads, n, value.shape[-1])
-    for rows, keys in _chunks(p):
+    few = batch * heads * n * p.key.shape[2]
+    size = accumulation_dtype(p.query.dtype).itemsize
+    inputs = p.query.numel() + p.key.numel() + p.value.numel()
+    return few <= inputs and few * size <= _CHUNK_BYTES
+
+
+def _whole(p: Problem) -> list[tuple[slice, slice]]:
+    return [(slice(0, p.query.shape[2]), slice(0, p.key.shape[2]))]
+
+
+def _chunked_forward(p: Problem, keeps: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output, and the weights if backward needs them and they are few."""
+    value = in_dtype(p.value, accumulation_dtype(p.query.dtype))
+    parts: list[Tensor] = []
+    saved: tuple[Tensor, ...] = ()
+    few = keeps and _saves_weights(p)
+    for rows, keys in _whole(p) if few else _chunks(p):
         weights = _weights(p, rows, keys)
+        if few:
+            saved = (weights,)
         if (kept := _kept_weights(p, weights, rows)) is not None:
             weights = weights * kept
-        product = _grouped(weights, value.shape[1]) @ value[:, :, keys]
-        out[:, :, rows] = product.view(batch, heads, rows.stop - rows.start, value.shape[-1])
-    return out
+        out = grouped(weights, value.shape[1]) @ part_of(value, keys)
+        parts.append(in_dtype(out.view(*weights.shape[:3], value.shape[3]), p.query.dtype))
+    return _joined(parts), saved
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 class _Wanted(NamedTuple):
@@ -458,63 +486,75 @@ class _Wanted(NamedTuple):
     mask: bool
 
 
-def _chunked_backward(p: Problem, grad: Tensor, wanted: _Wanted) -> list[Tensor | None]:
-    dtype = accumulation_dtype(p.query.dtype)
-    key_heads, (batch, heads, _, d) = p.key.shape[1], p.query.shape
-    query, key, value, upstream = (x.to(dtype) for x in (p.query, p.key, p.value, grad))
-    of_query = torch.zeros_like(query) if wanted.query else None
-    of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
-    of_alpha = None if p.head_alpha is None else query.new_zeros(batch, heads)
-    of_mask = None
+_NOTHING = _Wanted(*[False] * 5)
+
+
+def _chunked_backward(
+    p: Problem, saved: Sequence[Tensor], grad: Tensor, wanted: _Wanted
+) -> list[Tensor | None]:
+    dtype, key_heads = accumulation_dtype(p.query.dtype), p.key.shape[1]
+    query, key, value, upstream = (in_dtype(x, dtype) for x in (p.query, p.key, p.value, grad))
+    of_query: list[Tensor] = []
+    of_key = of_value = of_alpha = of_mask = None
     if wanted.mask and p.mask is not None:
         of_mask = p.mask.new_zeros(p.mask.shape, dtype=dtype)
-    for rows, keys in _chunks(p):
-        weights = _weights(p, rows, keys)
+    for rows, keys in _whole(p) if saved else _chunks(p):
+        weights = saved[0] if saved else _weights(p, rows, keys)
         kept = _kept_weights(p, weights, rows)
-        mine = _grouped(upstream[:, :, rows], key_heads)
+        mine = grouped(part_of(upstream, rows), key_heads)
         if wanted.value:
-            used = weights if kept is None else weights * kept
-            of_value[:, :, keys] += _grouped(used, key_heads).transpose(-1, -2) @ mine
-        of_weights = (mine @ value[:, :, keys].transpose(-1, -2)).view(weights.shape)
+            used = grouped(weights if kept is None else weights * kept, key_heads)
+            of_value = _accumulated(of_value, used.transpose(-1, -2) @ mine, keys, value)
+        of_weights = (mine @ part_of(value, keys).transpose(-1, -2)).view(weights.shape)
         if kept is not None:
             of_weights *= kept
         alphas = _row_alpha(p, weights.shape[2])
-        if alphas is None or not wanted.alpha or of_alpha is None:
-            alphas = None if alphas is None else alphas.contiguous()
+        alphas = None if alphas is None else alphas.contiguous()
+        if alphas is None or not wanted.alpha:
             slopes = kernels.entmax.backward("auto", weights, of_weights, p.alpha, alphas)
         else:
-            slopes, by_row = kernels.entmax.gradients(
-                "auto", weights, of_weights, alphas.contiguous()
-            )
-            of_alpha += by_row.sum(-1)
+            slopes, by_row = kernels.entmax.gradients("auto", weights, of_weights, alphas)
+            by_head = by_row.sum(-1)
+            of_alpha = by_head if of_alpha is None else of_alpha + by_head
         if of_mask is not None:
             of_mask[:, :, rows, keys] = slopes
-        slopes = _grouped(slopes * p.scale, key_heads)
-        if of_query is not None:
-            of_query[:, :, rows] = (slopes @ key[:, :, keys]).view(
-                batch, heads, rows.stop - rows.start, d
-            )
+        slopes = grouped(slopes, key_heads)
+        if wanted.query:
+            out = (slopes @ part_of(key, keys)).mul_(p.scale)
+            of_query.append(out.view(*weights.shape[:3], key.shape[3]))
         if wanted.key:
-            of_key[:, :, keys] += slopes.transpose(-1, -2) @ _grouped(query[:, :, rows], key_heads)
-    return [
-        of_query, of_key if wanted.key else None, of_value if wanted.value else None,
-        of_alpha if wanted.alpha else None, of_mask,
-    ]  # fmt: skip
+            out = slopes.transpose(-1, -2) @ grouped(part_of(query, rows), key_heads)
+            of_key = _accumulated(of_key, out.mul_(p.scale), keys, key)
+    return [_joined(of_query) if wanted.query else None, of_key, of_value, of_alpha, of_mask]
 
 
-def _forward(by_kernel: bool, p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
+def _accumulated(total: Tensor | None, part: Tensor, keys: slice, like: Tensor) -> Tensor:
+    """``total`` plus the gradient that a chunk of queries gives to its keys."""
+    if total is None:
+        if part.shape == like.shape:
+            return part
+        total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    part_of(total, keys).add_(part)
+    return total
+
+
+def _forward(by_kernel: bool, p: Problem, keeps: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output, and what backward needs."""
     if not by_kernel:
-        return _chunked_forward(p), None
+        with without_autocast(p.query):
+            return _chunked_forward(p, keeps)
     from lastlayer.kernels.attention import triton
 
-    return triton.forward(p, keeps)
+    out, kept = triton.forward(p, keeps)
+    return out, kept or ()
 
 
 def _backward(
     by_kernel: bool, p: Problem, kept: Sequence[Tensor], grad: Tensor, wanted: _Wanted
 ) -> list[Tensor | None]:
     if not by_kernel:
-        return _chunked_backward(p, grad, wanted)
+        with without_autocast(p.query):
+            return _chunked_backward(p, kept, grad, wanted)
     from lastlayer.kernels.attention import triton
 
     return triton.backward(p, Kept(*kept), grad, wanted)
@@ -530,7 +570,8 @@ def _differentiable_backward(p: Problem, grad: Tensor, wanted: _Wanted) -> list[
     inputs = [
         each for each, asked in zip(tensors, wanted, strict=True) if asked and each is not None
     ]
-    out = reference.forward(p, entmax)
+    with without_autocast(p.query):
+        out = reference.forward(p, entmax)
     made = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
     return [next(made) if asked else None for asked in wanted]
 
@@ -551,7 +592,7 @@ _NUMBERS = len(Problem._fields)
 def _registered(*given: Any) -> list[Tensor]:
     *parts, by_kernel, keeps = given
     out, kept = _forward(by_kernel, Problem(*parts), keeps)
-    return [out, *(kept or ())]
+    return [out, *kept]
 
 
 def _registered_backward(*given: Any) -> list[Tensor]:
@@ -566,8 +607,11 @@ def _fake(*given: Any) -> list[Tensor]:
     p = Problem(*parts)
     batch, heads, n, _ = p.query.shape
     out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
-    if not (by_kernel and keeps):
+    if not keeps:
         return [out]
+    if not by_kernel:
+        few, dtype = _saves_weights(p), accumulation_dtype(p.query.dtype)
+        return [out, out.new_empty(batch, heads, n, p.key.shape[2], dtype=dtype)] if few else [out]
     from lastlayer.kernels.attention.triton import kept_shapes
 
     numbers, blocks = kept_shapes(p)
@@ -606,8 +650,7 @@ class _Attention(torch.autograd.Function):
         p = Problem(*tensors, *numbers)
         keeps = any(wanted)
         if is_eager(p.query):
-            out, kept = _forward(by_kernel, p, keeps)
-            pieces = list(kept or ())
+            out, pieces = _forward(by_kernel, p, keeps)
         else:
             out, *pieces = torch.ops.lastlayer.sparse_attention(*p, by_kernel, keeps)
         ctx.given = by_kernel, wanted, numbers
