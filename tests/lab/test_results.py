@@ -296,7 +296,10 @@ def test_verdict_of_one_seed_has_no_test(tmp_path):
 
 @pytest.mark.parametrize(
     ("late", "why"),
-    [({"adaptive": 0.2}, "still gain fast"), ({"full": 0.08}, "would cross soon")],
+    [
+        ({"adaptive": 0.2}, "still gain fast"),
+        ({"full": 0.08}, "at its present rate full softmax would soon pass adaptive softmax"),
+    ],
 )
 def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     found = verdict(read_results(make(tmp_path, heads=4, late=late)))
@@ -307,6 +310,19 @@ def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     assert f"--budget {found.needed}steps" in found.detail
     if found.recommended is not found.best:
         assert f"{found.recommended.title.lower()} would be taken now" in found.detail.lower()
+
+
+def test_heads_that_are_the_same_model_are_named(tmp_path):
+    out = make(tmp_path, heads=3)
+    for seed in range(3):
+        own = json.loads((out / f"runs/full-s{seed}/result.json").read_text())
+        other = out / f"runs/adaptive-s{seed}/result.json"
+        same = {"test": own["test"], "head_parameters": own["head_parameters"]}
+        other.write_text(json.dumps({**json.loads(other.read_text()), **same}))
+    told = [each for each in verdict(read_results(out)).notes if "the same model" in each]
+    assert len(told) == 1
+    assert "full softmax" in told[0].lower()
+    assert "adaptive softmax" in told[0].lower()
 
 
 def _asked(out, **changed):

@@ -96,7 +96,8 @@ def as_flags(text: str) -> str:
 
     # File names may contain these words, so only mentions of an option are replaced.
     text = re.sub(rf"\b({names})='?((?<=')[^']*)'?", flag, text)
-    return re.sub(rf"(?<=another |; lower )({names})\b", flag, text)
+    said = r"(?<=another |; lower )|(?<=: )(?=\w+: expected)"
+    return re.sub(rf"(?:{said})({names})\b", flag, text)
 
 
 def _with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -238,7 +239,7 @@ def inspect(options: CompareOptions, hidden: Hidden = 256, as_json: AsJson = Fal
         return
     console = Console()
     for line in told_of({"task": read.task, "description": read.description}):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     render(found, console)
 
 

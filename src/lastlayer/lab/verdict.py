@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
@@ -26,6 +27,8 @@ _MOST_AHEAD = 20.0
 _MOST_NAMED = 3
 # Step times up to this ratio count as equal.
 _SAME_TIME = 1.05
+# Relative difference of the results of one model, computed in two ways.
+_SAME_RESULT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -126,17 +129,24 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
     if any(_steeper(each) for each in falling):
         # Improvement still accelerates, so it cannot be extrapolated.
         factors.append(_AHEAD)
+    factors += [2 * factor for _, factor in _passing(results)]
+    if not factors:
+        return None
+    return _rounded(steps * min(_MOST_AHEAD, max(2.0, *factors)))
+
+
+def _passing(results: Results) -> list[tuple[HeadSummary, float]]:
+    """Heads that would pass the best one, each with the factor of the steps until then."""
+    best, found = results.ranked[0], []
     for other in results.ranked[1:]:
-        closing = (other.gain or 0.0) - best.gain
+        closing = (other.gain or 0.0) - (best.gain or 0.0)
         gap = results.loss(best, other)
         # Changes within the tolerance do not change the recommendation.
         matters = gap > results.tolerance or closing > results.tolerance
         reach = closing * math.log(_AHEAD) / math.log(_QUARTER)
         if closing > 0 and matters and gap <= reach:
-            factors.append(2 * _QUARTER ** (gap / closing))
-    if not factors:
-        return None
-    return _rounded(steps * min(_MOST_AHEAD, max(2.0, *factors)))
+            found.append((other, _QUARTER ** (gap / closing)))
+    return found
 
 
 def _falling(results: Results, chosen: HeadSummary) -> list[HeadSummary]:
@@ -307,7 +317,9 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
     if falling := _falling(results, chosen):
         shown = joined(f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling)
         return f"the leaders still gain fast over the last quarter of the steps: {shown}"
-    return "curves of the leaders would cross soon"
+    passing = [other for other, _ in _passing(results)]
+    best = in_sentence(results.ranked[0])
+    return f"at its present rate {_names_or_count(passing, 'heads')} would soon pass {best}"
 
 
 def _notes(results: Results) -> list[str]:
@@ -333,6 +345,12 @@ def _notes(results: Results) -> list[str]:
             f"{metric.format(results.baseline())}; {joined(map(in_sentence, below))} did not beat "
             "it."
         )
+    for one, other in combinations(results.ranked, 2):
+        if _is_same_model(one, other):
+            notes.append(
+                f"{one.title} and {in_sentence(other)} have the same results and the same number "
+                "of parameters: for this data they are the same model."
+            )
     if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
             "The machine was disturbed: steps took far longer than their median, or other "
@@ -346,6 +364,16 @@ def _notes(results: Results) -> list[str]:
             "the others did."
         )
     return notes
+
+
+def _is_same_model(one: HeadSummary, other: HeadSummary) -> bool:
+    """Whether all test metrics agree, as those of adaptive softmax without clusters and full."""
+    keys = [metrics.HEAD_PARAMETERS.key, *(metric.key for metric in metrics.QUALITY)]
+    pairs = [(one.mean(key), other.mean(key)) for key in keys]
+    return all(
+        a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=_SAME_RESULT))
+        for a, b in pairs
+    )
 
 
 def _statuses(summaries: Sequence[HeadSummary]) -> str:
