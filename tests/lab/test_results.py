@@ -380,6 +380,13 @@ def test_a_head_below_the_baseline_is_named_and_not_recommended(tmp_path):
     (note,) = [note for note in found.notes if "baseline" in note]
     assert "unigram baseline has perplexity 152" in note
     assert "did not beat it" in note
+    assert found.headline.startswith("Take ")
+    asked["baseline"]["test"]["perplexity"] = 2.0
+    path.write_text(json.dumps(asked))
+    found = verdict(read_results(tmp_path))
+    assert found.below_baseline
+    assert found.headline == "No head beats the unigram baseline"
+    assert f"{found.best.title.lower()} is the best" in found.detail.lower()
 
 
 def test_a_stalled_machine_is_told(tmp_path):

@@ -122,6 +122,11 @@ class Results:
             return theirs / ours - 1.0 if ours else math.inf
         return 1.0 - theirs / ours if ours else 0.0
 
+    @property
+    def baseline_name(self) -> str:
+        """The name of the baseline, such as ``unigram``."""
+        return str(self.comparison.baseline.get("name", "frequency"))
+
     def baseline(self) -> float | None:
         """The ranking metric of predicting the class frequencies on test data; None if unknown."""
         found = self.comparison.baseline.get("test")

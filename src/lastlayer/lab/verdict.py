@@ -50,6 +50,8 @@ class Verdict:
     """If it is too early, the estimated number of steps until the recommendation is clear."""
     runner_up: HeadSummary | None = None
     """The best head other than the recommended one."""
+    below_baseline: bool = False
+    """Whether no head beats the frequency baseline, so that none can be recommended."""
 
     @property
     def sentence(self) -> str:
@@ -92,9 +94,17 @@ def verdict(results: Results) -> Verdict:
         # Also name the head that would be recommended now.
         cheaper = f"; {in_sentence(chosen)} would be taken now, {assessment}"
         detail += "." if chosen is best else f"{cheaper}."
+    below = not results.beats_baseline(best)
+    if below:
+        headline = f"No head beats the {results.baseline_name} baseline"
+        detail = (
+            f": after {budget_text(results)} {in_sentence(best)} is the best with {metric.label} "
+            f"{quality}, and the baseline has {metric.format(results.baseline())}; train longer, "
+            "or look for an error in the data."
+        )
     runner_up = next(s for s in ranked if s is not chosen)
     findings = _findings(results, chosen, runner_up, tied)
-    return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
+    return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up, below)
 
 
 def recommended(results: Results) -> HeadSummary:
@@ -341,7 +351,7 @@ def _notes(results: Results) -> list[str]:
     below = [s for s in results.ranked if not results.beats_baseline(s)]
     if below:
         notes.append(
-            f"The {asked.baseline.get('name', 'frequency')} baseline has {metric.label} "
+            f"The {results.baseline_name} baseline has {metric.label} "
             f"{metric.format(results.baseline())}; {joined(map(in_sentence, below))} did not beat "
             "it."
         )

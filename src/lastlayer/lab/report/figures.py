@@ -481,7 +481,7 @@ def _baseline(
     log = metric.log and min(values) > 0
     low, high, at = (math.log(v) if log else float(v) for v in (min(values), max(values), value))
     room = _FAR * max(high - low, 0.3 if log else 0.05)
-    label = f"{asked.get('name', 'frequency')} baseline {metric.format(value)}"
+    label = f"{results.baseline_name} baseline {metric.format(value)}"
     if not low - room <= at <= high + room:
         # Half of the margin of the axis.
         edge = low - 0.04 * (high - low) if at < low else high + 0.04 * (high - low)

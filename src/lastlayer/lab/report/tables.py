@@ -131,7 +131,7 @@ def markdown_table(results: Results, chosen: list[Column]) -> str:
         values = [f"{c.text} ({c.span})" if c.span else c.text for c in cells]
         rows.append([str(s.rank or ""), s.title, *values, runs_text(s)])
     if base := baseline(results, chosen):
-        rows.append(["", f"{results.comparison.baseline['name']} baseline", *base, ""])
+        rows.append(["", f"{results.baseline_name} baseline", *base, ""])
     return "\n".join([*map(_line, rows), ""])
 
 
