@@ -222,18 +222,13 @@ def in_sentence(summary: HeadSummary) -> str:
 
 
 def budget_text(results: Results) -> str:
-    """The budget in words."""
-    budget = results.comparison.budget
-    amount = budget.get("amount")
-    if not isinstance(amount, int | float):
+    """The steps of each run, such as ``400 steps (2.5 epochs)``."""
+    steps, epochs = (results.comparison.budget.get(key) for key in ("amount", "epochs"))
+    if not isinstance(steps, int | float):
         return "the same budget"
-    kind = str(budget.get("kind", ""))
-    if kind == "seconds":
-        return metrics.seconds(float(amount))
-    text = f"{amount:,g} {kind if amount != 1 else kind.rstrip('s')}"
-    epochs = budget.get("epochs")
-    if kind == "steps" and isinstance(epochs, int | float):
-        text += f" ({epochs:.2g} epochs)"
+    text = f"{steps:,g} step{'s' * (steps != 1)}"
+    if isinstance(epochs, int | float):
+        text += f" ({epochs:.3g} epoch{'s' * (epochs != 1)})"
     return text
 
 
@@ -327,9 +322,8 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
     if falling := _falling(results, chosen):
         shown = joined(f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling)
         return f"the leaders still gain fast over the last quarter of the steps: {shown}"
-    passing = [other for other, _ in _passing(results)]
-    best = in_sentence(results.ranked[0])
-    return f"at its present rate {_names_or_count(passing, 'heads')} would soon pass {best}"
+    passing = _names_or_count([other for other, _ in _passing(results)], "heads")
+    return f"{passing} would soon pass {in_sentence(results.ranked[0])} at the present rate"
 
 
 def _notes(results: Results) -> list[str]:

@@ -103,11 +103,11 @@ def all_figures(results: Results) -> tuple[Figure, ...]:
 
 def tradeoff(results: Results) -> list[View]:
     """Quality against cost."""
-    costs = [metrics.STEP_MS, metrics.SECONDS, metrics.MEMORY, metrics.PARAMETERS]
-    if results.comparison.budget.get("kind") == "seconds":
-        costs.remove(metrics.SECONDS)
-    measured = results.measured([*costs, metrics.HEAD_PARAMETERS])
-    return [_tradeoff(results, cost) for cost in measured] if results.ranked else []
+    costs = results.measured([
+        metrics.STEP_MS, metrics.SECONDS, metrics.MEMORY, metrics.PARAMETERS,
+        metrics.HEAD_PARAMETERS,
+    ])  # fmt: skip
+    return [_tradeoff(results, cost) for cost in costs] if results.ranked else []
 
 
 def _tradeoff(results: Results, cost: Metric) -> View:
