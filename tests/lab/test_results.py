@@ -276,7 +276,19 @@ def test_findings_name_equal_steps_equal_time_and_the_runner_up(tmp_path):
     steps, seconds, runner_up = verdict(read_results(make(tmp_path, heads=6))).findings
     assert steps.startswith("After the same 3,000 steps adaptive softmax")
     assert seconds.startswith("At equal time (19.5 s of training) adaptive softmax")
+    assert seconds.endswith("; all others are significantly worse (3 seeds).")
     assert "time per step" in runner_up
+
+
+def test_what_does_not_differ_significantly_at_equal_time_is_told(tmp_path):
+    close = read_results(make(tmp_path / "close", heads=4, noise=3.0))
+    assert not any(close.told_apart(timed=True).values())
+    assert "not significantly different" in verdict(close).findings[1]
+    clear = read_results(make(tmp_path / "clear", heads=4, noise=1e-4))
+    apart = clear.told_apart(timed=True)
+    assert all(apart.values())
+    assert clear.best_at_equal_time.head.slug not in apart
+    assert "all others are significantly worse (3 seeds)" in verdict(clear).findings[1]
 
 
 def test_what_does_not_differ_significantly_is_told(tmp_path):

@@ -282,14 +282,14 @@ def _findings(
     value = describe(metric, best.estimates[metric.key])
     steps = f"After the same {budget_text(results)} {in_sentence(best)} has the best quality"
     found = [f"{steps}, {metric.label} {value}; {_certainty(best, tied)}."]
-    sign = 1.0 if metric.lower_is_better else -1.0
-    timed = [(at, s) for s in results.ranked if (at := s.at_equal_seconds) is not None]
-    if results.equal_seconds is not None and len(timed) > 1:
-        at, winner = min(timed, key=lambda place: sign * place[0].mean)
+    winner = results.best_at_equal_time
+    if results.equal_seconds is not None and winner is not None and winner.at_equal_seconds:
+        apart = results.told_apart(timed=True)
+        level = [s for s in results.ranked if not apart.get(s.head.slug, True)]
         found.append(
             f"At equal time ({metrics.seconds(results.equal_seconds)} of training) "
             f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
-            f"{metric.format(at.mean)}."
+            f"{describe(metric, winner.at_equal_seconds)}; {_certainty(winner, level)}."
         )
     return *found, _runner_up_sentence(results, chosen, runner_up, tied)
 
