@@ -141,5 +141,5 @@ def test_a_file_that_was_changed_by_hand_is_refused(tmp_path):
     assert len(shown.contexts(read_results(tmp_path))) == len(result["explorer"])
     result["explorer"][0]["top"].append(None)
     path.write_text(json.dumps(result))
-    with pytest.raises(LabError, match="full-s0/result.*: expected predictions"):
+    with pytest.raises(LabError, match="expected predictions as a run writes them"):
         shown.contexts(read_results(tmp_path))
