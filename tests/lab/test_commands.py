@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.live import Forecast, Lines
+from lastlayer.lab.live import EventLines, Forecast
 from lastlayer.lab.records import LOCK, Lock
 from lastlayer.lab.specs import catalogue, parse_spec, parse_specs
 from lastlayer.lab.training import Progress
@@ -371,7 +371,7 @@ def test_lines_of_a_resumed_comparison_tell_the_time_left_of_its_recorded_runs(m
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     full, nce = parse_specs(["full", "nce"])
     said = io.StringIO()
-    lines = Lines(Console(file=said, width=100), [full, nce], seeds=2)
+    lines = EventLines(Console(file=said, width=100), [full, nce], seeds=2)
     done = {"status": "ok", "test": {"perplexity": 9.0}}
     lines.ends(full, 1, {**done, "seconds": 600.0})
     lines.ends(nce, 1, {**done, "seconds": 60.0})

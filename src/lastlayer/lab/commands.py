@@ -32,7 +32,7 @@ PACKAGES = (
 )  # fmt: skip
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
 _for_processes = partial(typer.Option, rich_help_panel="Several processes")
 Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
@@ -351,7 +351,7 @@ def report(
 
 
 def generate(
-    run: Run,
+    run: RunFolder,
     *,
     prompt: Annotated[
         str, typer.Option(help="Beginning of the text, tokenized in the same way as the data.")
@@ -390,7 +390,7 @@ def generate(
 
 
 def export(
-    run: Run,
+    run: RunFolder,
     *,
     to: Annotated[Path, typer.Option(metavar="DIR", help="A folder that is new or empty.")],
 ) -> None:
