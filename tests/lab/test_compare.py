@@ -328,7 +328,7 @@ def test_a_head_whose_steps_stall_is_named_with_the_disturbed_machine(text, tmp_
     (tmp_path / "stalling_head.py").write_text(STALLING)
     monkeypatch.syspath_prepend(str(tmp_path))
     # Whatever else runs here now is no part of it.
-    monkeypatch.setattr("lastlayer.lab.runs.load", lambda: 0.5)
+    monkeypatch.setattr("lastlayer.lab.runs.load_per_core", lambda: 0.5)
     out = tmp_path / "out"
     run(text, out, heads=("full", "stalling_head:Stalling"), budget="40steps")
     found = verdict(read_results(out))

@@ -17,7 +17,7 @@ from lastlayer.lab.comparison import Compared, compare
 from lastlayer.lab.costs import Problem, Words
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING
-from lastlayer.lab.live import Lines, LiveTable
+from lastlayer.lab.live import EventLines, LiveTable
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.records import read_costs
 from lastlayer.lab.results import read_results
@@ -276,7 +276,7 @@ def test_labels_are_measured_too(tmp_path):
 def test_progress_is_shown():
     specs = parse_specs(["full", "entmax"])
     said = io.StringIO()
-    lines = Lines(Console(file=said, width=100), specs, 1)
+    lines = EventLines(Console(file=said, width=100), specs, 1)
     lines.measures(specs[0], 75, 0.0)
     lines.measures(specs[1], 75, 0.1)
     lines._told = 0.0

@@ -146,6 +146,10 @@ def test_labels_that_cannot_be_learned(tmp_path):
     assert "one class" in broken(tmp_path, "a.jsonl", one, task="multilabel")
     few = [{"text": "a b", "label": f"{i}"} for i in range(3)]
     assert "too short" in broken(tmp_path, "a.jsonl", few, label="label")
+    alone = [{"text": f"a b{i}", "label": f"row {i}"} for i in range(40)]
+    assert "each of the 32 classes of the training part occurs once" in broken(
+        tmp_path, "a.jsonl", alone, label="label"
+    )
     held = [{"text": "a b", "label": f"{i % 2}", "split": "test"} for i in range(20)]
     assert "none for training" in broken(tmp_path, "a.jsonl", held)
     real = [{"text": "a b", "label": i + 0.5} for i in range(20)]

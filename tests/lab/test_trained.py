@@ -14,7 +14,7 @@ from lastlayer.cli import app
 from lastlayer.lab.comparison import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.live import Lines, LiveTable, Watcher, outcome, watcher
+from lastlayer.lab.live import EventLines, LiveTable, Watcher, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
 from lastlayer.lab.trained import as_text, export, generate, load_trained, prompt_tokens
@@ -209,7 +209,7 @@ def test_what_is_said_stays_below_the_table():
 def test_elsewhere_there_are_lines():
     watching, file = told(terminal=False)
     (full, _) = parse_specs(["full", "nce"])
-    assert isinstance(watching, Lines)
+    assert isinstance(watching, EventLines)
     watching.starts(full, 1)
     watching.searches(full)
     watching._told = -1e9

@@ -32,7 +32,7 @@ PACKAGES = (
 )  # fmt: skip
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
 _for_processes = partial(typer.Option, rich_help_panel="Several processes")
 Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
@@ -96,7 +96,8 @@ def as_flags(text: str) -> str:
 
     # File names may contain these words, so only mentions of an option are replaced.
     text = re.sub(rf"\b({names})='?((?<=')[^']*)'?", flag, text)
-    return re.sub(rf"(?<=another |; lower )({names})\b", flag, text)
+    said = r"(?<=another |; lower )|(?<=: )(?=\w+: expected)"
+    return re.sub(rf"(?:{said})({names})\b", flag, text)
 
 
 def _with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -238,7 +239,7 @@ def inspect(options: CompareOptions, hidden: Hidden = 256, as_json: AsJson = Fal
         return
     console = Console()
     for line in told_of({"task": read.task, "description": read.description}):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     render(found, console)
 
 
@@ -350,7 +351,7 @@ def report(
 
 
 def generate(
-    run: Run,
+    run: RunFolder,
     *,
     prompt: Annotated[
         str, typer.Option(help="Beginning of the text, tokenized in the same way as the data.")
@@ -389,7 +390,7 @@ def generate(
 
 
 def export(
-    run: Run,
+    run: RunFolder,
     *,
     to: Annotated[Path, typer.Option(metavar="DIR", help="A folder that is new or empty.")],
 ) -> None:

@@ -161,7 +161,7 @@ def _prepare(
 ) -> tuple[Bench, list[HeadSpec]]:
     """Check everything and write compare.json before the first run; returns bench and heads."""
     for line in records.told_of(subject.data):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     task = subject.model.task
     settled = options.settled(task)
     if subject.usual_lr is not None and settled.finds_rate:
@@ -337,8 +337,13 @@ def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
 
 def _check_space(out: Path, specs: list[HeadSpec], seeds: int, subject: Subject) -> None:
     """Check that all models and the largest checkpoint fit on disk, and that all heads build."""
-    needs = subject.needs
+    needs, model = subject.needs, subject.model
+    free = machine.free_memory(torch.device("cpu"))
     try:
+        # A system that overcommits memory would kill the process when it fills the embedding.
+        embedding = 0 if model.kind == IDENTITY else _FLOAT * model.inputs * model.width
+        if free is not None and embedding > free:
+            raise MemoryError(f"{as_bytes(embedding)} of embeddings, {as_bytes(free)} free")
         of_body = sum(each.numel() for each in subject.make_body().parameters())
         of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
     except (MemoryError, RuntimeError) as error:

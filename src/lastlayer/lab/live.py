@@ -132,7 +132,7 @@ class Forecast:
         return f"{_clock(passed)} passed, about {_clock(left)} left of {_clock(passed + left)}"
 
 
-class Lines(Watcher):
+class EventLines(Watcher):
     """Prints a line for each event, with the time of day."""
 
     def __init__(self, out: Console, specs: Sequence[HeadSpec], seeds: int) -> None:
@@ -318,7 +318,7 @@ def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: boo
         return Watcher()
     if out.is_terminal:
         return LiveTable(out, specs, seeds)
-    return Lines(out, specs, len(seeds))
+    return EventLines(out, specs, len(seeds))
 
 
 def _clock(seconds: float) -> str:
