@@ -627,10 +627,13 @@ def deformed_log(logs: Tensor, alpha: float) -> Tensor:
 def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:
     """Log of each class's relative frequency, finite even for count 0; in the dtype of ``like``."""
     given = torch.from_numpy(as_counts(counts, n_classes))
-    # Counts may be relative frequencies, of which 0.5 would exceed most.
-    smallest = float(given[given > 0].min())
-    given = given.clamp(min=min(0.5, smallest / 2.0))
+    given = given.clamp(min=count_for_zero(given))
     return in_dtype(given.log() - given.sum().log(), like.dtype).to(like.device)
+
+
+def count_for_zero(counts: Tensor) -> float:
+    """What a count of 0 is treated as; counts may be frequencies, of which 0.5 exceeds most."""
+    return min(0.5, float(counts[counts > 0].min()) / 2.0)
 
 
 def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
