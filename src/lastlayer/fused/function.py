@@ -238,7 +238,7 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         engine, options, reduction, wanted, dtypes, n, kept = ctx.given
         if grad is None:
-            return (None,) * (4 + n)
+            return None, None, None, None, *[None] * n
         saved = ctx.saved_tensors
         size, pieces = saved[len(kept)], saved[len(kept) + 1 :]
         operands: list[Tensor | None] = [None] * n

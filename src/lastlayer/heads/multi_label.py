@@ -176,8 +176,8 @@ class MultiLabel(LinearHead):
         distribution is then the share of each label among all labels.
 
         Args:
-            counts: number of rows with each label, ``(n_classes,)``; 0 is treated as 0.5, or as half
-                of the smallest count above 0 if that is less.
+            counts: number of rows with each label, ``(n_classes,)``; 0 is treated as 0.5, or as
+                half of the smallest count above 0 if that is less.
             n_rows: total number of rows, 1 for counts that are shares; not needed for "sparsemax".
         """
         given = torch.from_numpy(as_counts(counts, self.n_classes))
