@@ -311,6 +311,9 @@ def test_empty_batches_and_negatives():
         torch.testing.assert_close(info_nce(query, key, none), plain)
         alone = info_nce(query, key, none, in_batch=False)
         torch.testing.assert_close(alone, torch.zeros_like(alone))
+        # A gradient all the same: DistributedDataParallel waits for that of each parameter.
+        (made,) = torch.autograd.grad(info_nce(query, key, none), none)
+        assert made.shape == none.shape
 
 
 @pytest.mark.parametrize("in_batch", [True, False])

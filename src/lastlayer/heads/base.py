@@ -250,7 +250,8 @@ class SavedModule(TabledModule):
         At hidden state 0 the head then predicts the class frequencies.
 
         Args:
-            counts: number of occurrences of each class, ``(n_classes,)``; 0 is treated as 0.5.
+            counts: number of occurrences of each class, or their frequencies, ``(n_classes,)``; 0
+                is treated as 0.5, or as half of the smallest count above 0 if that is less.
         """
         raise NotImplementedError(
             f"init_bias_from_counts: expected a head with biases, got {type(self).__name__}, which "
@@ -625,8 +626,14 @@ def deformed_log(logs: Tensor, alpha: float) -> Tensor:
 
 def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:
     """Log of each class's relative frequency, finite even for count 0; in the dtype of ``like``."""
-    given = torch.from_numpy(as_counts(counts, n_classes)).clamp(min=0.5)
-    return in_dtype((given / given.sum()).log(), like.dtype).to(like.device)
+    given = torch.from_numpy(as_counts(counts, n_classes))
+    given = given.clamp(min=count_for_zero(given))
+    return in_dtype(given.log() - given.sum().log(), like.dtype).to(like.device)
+
+
+def count_for_zero(counts: Tensor) -> float:
+    """What a count of 0 is treated as; counts may be frequencies, of which 0.5 exceeds most."""
+    return min(0.5, float(counts[counts > 0].min()) / 2.0)
 
 
 def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:

@@ -330,7 +330,7 @@ def _with_own_negatives(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Adds negatives ``(n, m, d)``. Their scores take less memory than they do, and are stored."""
     negatives = batch.negatives
-    if negatives is None or negatives.shape[1] == 0:
+    if negatives is None:
         return lse, pulled, number
     scores = _pair_scores(batch.query.unsqueeze(1), negatives, batch.normalize) * batch.scale
     if batch.groups is not None and batch.negative_groups is not None:
@@ -397,6 +397,8 @@ def _unit(vectors: Tensor) -> Tensor:
 
 def _logsumexp(scores: Tensor) -> Tensor:
     """Over the last dimension; a fully masked row gives -inf, with gradient 0 instead of NaN."""
+    if not scores.shape[-1]:
+        return scores.sum(-1) - torch.inf
     peak = scores.detach().amax(-1, keepdim=True)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     total = torch.exp(scores - peak).sum(-1)
