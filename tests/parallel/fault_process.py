@@ -12,15 +12,14 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lastlayer import heads, parallel
-from lastlayer.parallel import faults
+from lastlayer import _processes, heads, parallel
 from tests.processes import main
 
 LOST, SECONDS, GRACE = 1, 4, 2.0
 
 
 def process(rank: int, processes: int, folder: Path, what: str) -> None:
-    faults._GRACE = GRACE
+    _processes._GRACE = GRACE
     # A group of its own, with a short time limit.
     limit = dt.timedelta(seconds=SECONDS)
     group = dist.new_group([*range(processes)], timeout=limit, backend="gloo")

@@ -353,11 +353,17 @@ class _Made:
                 self.add(what, "all_to_all", size, at_most=True)
 
     def shared_parameters(self, family: Family) -> None:
-        """Gradients of replicated parameters."""
+        """Gradients of replicated parameters, in one call."""
         names = {*family.names}
-        for name, each in self.head.named_parameters():
-            if name not in names and each.requires_grad:
-                self.add(f"gradient of {name}", "all_reduce", each.nbytes, when="backward")
+        sizes = [
+            each.nbytes
+            for name, each in self.head.named_parameters()
+            if name not in names and each.requires_grad
+        ]
+        if sizes:
+            self.add(
+                "gradients of replicated parameters", "all_reduce", sum(sizes), when="backward"
+            )
 
     def looked_up(self, classes: int, *, at_most: bool) -> None:
         """Lookups of ``classes`` class vectors, and their gradients."""

@@ -19,6 +19,7 @@ from lastlayer._processes import (
     IGNORED,
     Layout,
     Shards,
+    all_in_all,
     gathered,
     in_all,
     local_part,
@@ -152,11 +153,13 @@ class Family:
     def shared_tensors(self) -> dict[str, Tensor]:
         """Replicated parameters, with gradients that are summed over processes."""
         names = {*self.names}
-        return {
-            name: in_all(each, self.group)
+        every = {
+            name: each
             for name, each in self.head.named_parameters()
             if name not in names and each.requires_grad
         }
+        made = all_in_all([*every.values()], self.group) if every else ()
+        return dict(zip(every, made, strict=True))
 
     def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
         """The loss of rows that all processes have, with this process's part of the gradients."""
