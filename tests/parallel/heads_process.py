@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lastlayer import heads, parallel, samplers
+from lastlayer import heads, parallel, samplers, trees
 from tests.heads.every_head import COUNTS, EVERY_HEAD, LABELS, N_CLASSES, WIDTH
 from tests.processes import main
 
@@ -75,11 +75,27 @@ MORE = {
     "few, ordered": partial(
         heads.SampledSoftmax, WIDTH, 3, samplers.LogUniform(3, order=[2, 0, 1]), 2
     ),
+    # Some classes have several paths.
+    "overlap": lambda **given: heads.HierarchicalSoftmax(
+        WIDTH,
+        trees.cluster(
+            torch.randn(N_CLASSES, 3, generator=torch.Generator().manual_seed(1)),
+            kind="adaptive", overlap=0.3, progress=False,
+        ),
+        **given,
+    ),
+    "overlap, wide": lambda **given: heads.HierarchicalSoftmax(
+        WIDTH,
+        trees.from_codes([[[c // 4, c % 4]] + [[5, 3]] * (c == 2) for c in range(N_CLASSES)]),
+        **given,
+    ),
+    # With more processes than words, some have none.
+    "few words": partial(heads.CharCNNSoftmax, WIDTH, ["a", "bc"]),
     "bce": partial(heads.MultiLabel, WIDTH, N_CLASSES, "bce", label_smoothing=0.1),
     "asymmetric": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric"),
 }  # fmt: skip
 OF_LABELS = *LABELS, "bce", "asymmetric"
-FEW = "few", "few, drawn", "few, ordered"
+FEW = "few", "few, drawn", "few, ordered", "few words"
 
 
 def make(name: str):
@@ -89,7 +105,7 @@ def make(name: str):
 
 
 def n_classes(name: str) -> int:
-    return 3 if name in FEW else N_CLASSES
+    return 2 if name == "few words" else 3 if name in FEW else N_CLASSES
 
 
 def problem(name: str, processes: int):
@@ -169,7 +185,7 @@ def check_predictions(name, mesh, rows):
     )
     close(module.log_prob(own, classes[part]), alone.log_prob(own, classes[part]), "of classes")
     close(module.log_prob(own, classes[part, 0]), alone.log_prob(own, classes[part, 0]), "of one")
-    for k in (1, 3, n_classes(name)):
+    for k in {1, min(3, n_classes(name)), n_classes(name)}:
         found, expected = module.topk(own, k), alone.topk(own, k)
         close(found.values, expected.values, (name, k, "topk"))
         assert torch.equal(found.classes, expected.classes), (name, k, found, expected)

@@ -296,12 +296,17 @@ class _Made:
                 self.softmax(-(-each // self.ranks), 1.0)
 
     def tree(self) -> None:
-        """The loss, and vectors of nodes that span two processes."""
+        """The loss, or that of each path, and vectors of nodes that span two processes."""
         head = self.head
         beyond = rows_beyond(head.tree, self.ranks)
         if any(beyond):
             self.looked_up(max(beyond), at_most=True)
-        self.loss()
+        if head.tree.overlaps:
+            paths = int(np.diff(head.tree.class_start).max())
+            size = paths * self.n * self.float
+            self.add("log-probabilities of paths", "all_reduce", size, floats=paths)
+        else:
+            self.loss()
 
     def drawn(self) -> None:
         """Gathered rows compared with each process's draws; backward recomputes the scores."""

@@ -472,7 +472,7 @@ class SpelledFamily(Family):
             if not self._mine:
                 # An empty part, but still a function of the parameters: their gradients are summed
                 # over all processes.
-                total = torch.stack([each.sum() for each in head.cnn.parameters()]).sum()
+                total = torch.stack([each.sum() for each in head.parameters()]).sum()
                 return (total * 0.0).expand(0, head.in_features)
             made: Tensor = head._made_vectors()
             return made
@@ -667,8 +667,6 @@ class TreeFamily(Family):
 
     def __init__(self, head: HierarchicalSoftmax, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, assignment)
-        if head.tree.overlaps:
-            _refuse("a tree with one leaf per class, since path losses do not add up", head)
         if head.sparse:
             _refuse("sparse=False, since a DTensor has no row-sparse gradient", head)
         self._part: tuple[torch.device, TreeTables] | None = None
@@ -724,20 +722,40 @@ class TreeFamily(Family):
         head, counted = self.head, torch.ones_like(target, dtype=torch.bool)
         if head.ignore_index is not None:
             counted = target != head.ignore_index
+        paths, there = self._paths_of(target.masked_fill(~counted, 0))
+        losses = self._path_losses(hidden, paths, there & counted.unsqueeze(-1))
+        scale = RowScale.of(counted.to(losses.dtype), head.reduction, len(target))
+        if not head.tree.overlaps:
+            return sum_of_parts(scale.reduce(losses.squeeze(-1), head.reduction), self.group)
+        logs = (-sum_of_parts(losses, self.group)).masked_fill(~there, -torch.inf)
+        return scale.reduce(torch.where(counted, -logs.logsumexp(-1), 0.0), head.reduction)
+
+    def _paths_of(self, classes: Tensor) -> tuple[Tensor, Tensor]:
+        """The paths of each class ``(n, paths)``, and a mask that is False for padding."""
+        tables = self.head._tables
+        if not tables.overlaps:
+            return classes.unsqueeze(-1), torch.ones_like(classes, dtype=torch.bool).unsqueeze(-1)
+        first, end = tables.class_start[classes], tables.class_start[classes + 1]
+        steps = torch.arange(tables.most_paths, device=classes.device)
+        paths = first.unsqueeze(-1) + steps
+        there = paths < end.unsqueeze(-1)
+        return torch.where(there, paths, 0), there
+
+    def _path_losses(self, hidden: Tensor, paths: Tensor, asked: Tensor) -> Tensor:
+        """What this process's nodes add to the loss of each path; 0 where none is asked for."""
         tables, weight, bias = self._local()
-        known = target.masked_fill(~counted, 0)
-        here = tables.path_start[known + 1] > tables.path_start[known]
-        some = (here & counted).nonzero().squeeze(-1)
-        # Without a node on any path, the loss must still be a function of all parameters.
+        here = tables.path_start[paths + 1] > tables.path_start[paths]
+        rows, steps = (here & asked).nonzero(as_tuple=True)
+        # Without a node on any path, the losses must still be functions of all parameters.
         losses = (
             hidden[:, :0].sum(-1) + weight[:0].sum() + (0.0 if bias is None else bias[:0].sum())
         )
-        losses = in_dtype(losses, accumulation_dtype(hidden.dtype))
-        if len(some):
-            made = head._part_losses(tables, weight, bias, hidden[some], known[some])
-            losses = losses.index_add(0, some, made)
-        scale = RowScale.of(counted.to(losses.dtype), head.reduction, len(target))
-        return sum_of_parts(scale.reduce(losses, head.reduction), self.group)
+        losses = in_dtype(losses, accumulation_dtype(hidden.dtype)).unsqueeze(-1)
+        losses = losses.expand(paths.shape)
+        if len(rows):
+            made = self.head._part_losses(tables, weight, bias, hidden[rows], paths[rows, steps])
+            losses = losses.index_put((rows, steps), made)
+        return losses
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return super().tensors(accumulation_dtype(dtype))

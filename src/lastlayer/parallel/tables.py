@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from lastlayer._processes import Layout, Shards, gathered_in_first, in_step
+from lastlayer._torch import as_numpy
 from lastlayer.heads import CharCNNSoftmax, Head, NoiseContrastive
 from lastlayer.heads.distributed import made_by_fsdp
 from lastlayer.parallel.sampler_tables import spreadable_tables, without_state
@@ -301,7 +302,8 @@ def sharded_by_class(module: Any) -> Iterator[None]:
 
 def _as_bits(values: Tensor) -> Any:
     values = values.detach().cpu().contiguous()
-    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+    # FSDP2 resizes the storage, which Tensor.numpy() would make impossible.
+    return as_numpy(values.view(torch.uint16) if values.dtype == torch.bfloat16 else values)
 
 
 def read_tables(
