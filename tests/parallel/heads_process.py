@@ -18,7 +18,6 @@ from tests.processes import main
 REFUSED = {
     "adaptive_importance": "by the scores of all",
     "partial": "by the scores of all",
-    "sparsemax_labels": "loss='zlpr'",
 }
 # Heads that draw by one number per draw, in the order of the classes.
 SAME_DRAWS = "full", "entmax", "self_normalized", "char_cnn"
@@ -93,8 +92,18 @@ MORE = {
     "few words": partial(heads.CharCNNSoftmax, WIDTH, ["a", "bc"]),
     "bce": partial(heads.MultiLabel, WIDTH, N_CLASSES, "bce", label_smoothing=0.1),
     "asymmetric": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric"),
+    "asymmetric, smooth": partial(
+        heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric", label_smoothing=0.1
+    ),
+    "asymmetric, few rows": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric", chunk_rows=2),
+    "sparsemax_labels, smooth": partial(
+        heads.MultiLabel, WIDTH, N_CLASSES, "sparsemax", label_smoothing=0.1, chunk_rows=3
+    ),
 }  # fmt: skip
-OF_LABELS = *LABELS, "bce", "asymmetric"
+OF_LABELS = (
+    *LABELS,
+    *(name for name in MORE if name.startswith(("bce", "asymmetric", "sparsemax_labels"))),
+)
 FEW = "few", "few, drawn", "few, ordered", "few words"
 
 

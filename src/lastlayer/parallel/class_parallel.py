@@ -331,9 +331,9 @@ class ClassParallel(Head):
         extra = {}
         if values is not None:
             if not isinstance(values, Tensor) or values.shape != target.shape:
+                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ValueError(
-                    f"values: expected a tensor of shape {tuple(target.shape)}, as target, got "
-                    f"{tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__}"
+                    f"values: expected the shape of target, {tuple(target.shape)}, got {got}"
                 )
             extra["values"] = values.reshape(ids.shape)
         width = ids.shape[1] if ids.dim() == 2 else None

@@ -231,17 +231,20 @@ class _Made:
         received = received_bytes(call, nbytes, self.ranks)
         self._exchanges.append(Exchange(what, call, when, rounds, received, floats, at_most))
 
-    def per_row(self, what: str, floats: int, most: int, when: str = "forward") -> None:
+    def per_row(
+        self, what: str, floats: int, most: int, when: str = "forward", copies: float = 1.0
+    ) -> None:
         """Adds an all-gather of ``floats`` numbers per row, one call per chunk of rows."""
         size = floats * self.n * self.float
         if when == "backward":
             # floats_per_row counts only what is sent before the gradient is known.
             floats = 0
-        self.add(what, "all_gather", size, when=when, rounds=self.chunks(most), floats=floats)
+        rounds = self.chunks(most, copies)
+        self.add(what, "all_gather", size, when=when, rounds=rounds, floats=floats)
 
-    def chunks(self, most: int) -> int:
+    def chunks(self, most: int, copies: float = 1.0) -> int:
         """Number of chunks of all rows, if a process has at most ``most`` classes."""
-        step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most)
+        step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most, copies)
         return max(1, -(-self.n // step))
 
     def loss(self, times: int = 1) -> None:
@@ -259,6 +262,8 @@ class _Made:
             if head.loss == "zlpr":
                 size = 2 * self.n * self.float
                 self.add("logsumexp of both terms", "all_gather", size, floats=2)
+            elif head._needs_dense_labels:
+                self.dense_labels(most)
             else:
                 self.loss()
             return
@@ -277,6 +282,16 @@ class _Made:
             self.loss()
         else:
             self.softmax(most, float(getattr(head, "label_smoothing", 0.0)))
+
+    def dense_labels(self, most: int) -> None:
+        """Losses of each row; backward repeats the exchanges of sparsemax."""
+        size, chunks = self.n * self.float, self.chunks(most, self.head._copies)
+        for when in ("forward", "backward") if self.head.loss == "sparsemax" else ():
+            floats = 1 if when == "forward" else 0
+            what = "number of labels"
+            self.add(what, "all_reduce", size, when=when, rounds=chunks, floats=floats)
+            self.per_row("candidates", TOLD + 1, most, when, self.head._copies)
+        self.add("losses of rows", "all_reduce", size, floats=1)
 
     def clusters(self, family: ClustersFamily) -> None:
         head, (top, *tails) = self.head, family.table_sizes()

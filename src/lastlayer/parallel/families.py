@@ -26,13 +26,15 @@ from lastlayer._processes import (
     sum_of_parts,
     summed,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype, without_autocast
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.cross_entropy import shaped
 from lastlayer.fused.function import RowScale
+from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.paths import TreeTables
+from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.sampled import Rule, sampled_loss
-from lastlayer.fused.scores import wide_scores
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.fused.spread import spread_logsumexp
 from lastlayer.heads import (
     AdaptiveImportanceSampling,
@@ -56,6 +58,7 @@ from lastlayer.parallel.lookup import looked_up
 from lastlayer.parallel.maps import (
     spread_log_entmax,
     spread_log_softmax,
+    spread_sparsemax_loss,
     spread_topk_log_softmax,
 )
 from lastlayer.parallel.sampler_tables import (
@@ -187,17 +190,14 @@ class Family:
         """
         raise NotImplementedError
 
+    def ranks(self, rows: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What orders the classes of :meth:`Head.topk`, and their :meth:`log_probs`."""
+        logs = self.log_probs(rows, tensors)
+        return logs, logs
+
 
 class LinearFamily(Family):
-    """One vector per class: softmax, entmax, top-k softmax, and many labels."""
-
-    def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
-        super().__init__(head, mesh, assignment)
-        if isinstance(head, MultiLabel):
-            if head.loss == "sparsemax" or (head.loss == "asymmetric" and head.label_smoothing):
-                _refuse("loss='zlpr', 'bce' or 'asymmetric' without smoothing for MultiLabel", head)
-            if head.calibrator is not None:
-                _refuse("calibrator=None, since calibrators work in a single process", head)
+    """One vector per class: softmax, entmax and top-k softmax."""
 
     def chosen_layout(self, assignment: str) -> Layout:
         n_classes = self.head.n_classes
@@ -225,19 +225,81 @@ class LinearFamily(Family):
         raise NotImplementedError
 
     def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-        head, shard = self.head, self.shards[0]
+        head = self.head
         scores = wide_scores(rows, tensors["weight"], tensors.get("bias"))
         cap, temperature = head._softcap_and_temperature()
         if cap or temperature != 1.0:
             scores = shaped(scores, cap, temperature)[0]
-        if isinstance(head, MultiLabel):
-            alone: Tensor = head._log_probs(scores)
-            return alone
+        return self._normalised(scores)
+
+    def _normalised(self, scores: Tensor) -> Tensor:
+        """Log-probabilities from scores."""
+        head, shard = self.head, self.shards[0]
         if isinstance(head, EntmaxHead) and head.alpha != 1.0:
             return spread_log_entmax(shard, scores, head.alpha)
         if isinstance(head, TopKSoftmaxHead) and head.k < head.n_classes:
             return spread_topk_log_softmax(shard, scores, head.k)
         return spread_log_softmax(shard, scores)
+
+    def columns_of(self, classes: Tensor) -> Tensor:
+        """Columns of classes in this process; negative for classes of other processes."""
+        shard = self.shards[0]
+        place = self.layout.rows_of(classes) - shard.first
+        return torch.where((place >= 0) & (place < shard.here), place, ELSEWHERE)
+
+
+class LabelsFamily(LinearFamily):
+    """Many labels per row."""
+
+    def __init__(self, head: MultiLabel, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, assignment)
+        if head.calibrator is not None:
+            _refuse("calibrator=None, since calibrators work in a single process", head)
+
+    def ranks(self, rows: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scores = wide_scores(rows, tensors["weight"], tensors.get("bias"))
+        return scores, self._normalised(scores)
+
+    def _normalised(self, scores: Tensor) -> Tensor:
+        if self.head.loss == "sparsemax":
+            return spread_log_entmax(self.shards[0], scores, 2.0)
+        alone: Tensor = self.head._log_probs(scores)
+        return alone
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        if self.head._needs_dense_labels:
+            return self._dense_loss(hidden, target, **given)
+        return super().loss(hidden, target, **given)
+
+    def _dense_loss(self, rows: Tensor, target: Tensor, values: Tensor | None = None) -> Tensor:
+        """The loss from dense scores and labels of this process, a chunk of rows at a time."""
+        head, shard, n = self.head, self.shards[0], len(rows)
+        target, _, values = check_lists(
+            rows, head.n_classes, target, None, values, head.ignore_index, head.label_smoothing
+        )
+        place = torch.where(target == head.ignore_index, ELSEWHERE, self.columns_of(target))
+        lists = sorted_lists(place, None, values, n, shard.here, None, head.label_smoothing)
+
+        def losses_of(some: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            scores = wide_scores(some, weight, bias)
+            labels = lists.dense(ids[:1], scores, head.label_smoothing)
+            if head.loss == "sparsemax":
+                return spread_sparsemax_loss(shard, scores, labels)
+            alone: Tensor = head._losses_of(scores, labels)
+            return alone
+
+        with without_autocast(rows):
+            tensors, ids = self.tensors(rows.dtype), torch.arange(n, device=rows.device)
+            chunks = [*row_chunks(rows, shard.most, head.chunk_rows, head._copies)]
+            operands = tensors["weight"], tensors.get("bias")
+            parts = in_chunks(losses_of, rows, [ids], operands, chunks)
+        counted = torch.ones(n, dtype=torch.bool, device=rows.device)
+        if head.loss == "sparsemax" and not head.label_smoothing:
+            # Rows without labels have no target distribution, and loss 0.
+            positive = target != head.ignore_index
+            counted = (positive if values is None else positive & (values > 0)).any(-1)
+        scale = RowScale.of(counted.to(parts.dtype), head.reduction, n)
+        return scale.reduce(sum_of_parts(parts, self.group), head.reduction)
 
 
 class SelfNormalizedFamily(LinearFamily):
@@ -438,12 +500,6 @@ class SampledFamily(LinearFamily):
         return RowScale.of(counts.any(-1).to(of_row.dtype), head.reduction, len(of_row)).reduce(
             of_row, head.reduction
         )
-
-    def columns_of(self, classes: Tensor) -> Tensor:
-        """Columns of classes in this process; negative for classes of other processes."""
-        shard = self.shards[0]
-        place = self.layout.rows_of(classes) - shard.first
-        return torch.where((place >= 0) & (place < shard.here), place, ELSEWHERE)
 
 
 class SpelledFamily(Family):
@@ -789,7 +845,7 @@ _FAMILIES: list[tuple[Any, Any]] = [
     (EntmaxHead, LinearFamily),
     (TopKSoftmaxHead, LinearFamily),
     (SelfNormalized, SelfNormalizedFamily),
-    (MultiLabel, LinearFamily),
+    (MultiLabel, LabelsFamily),
     (CharCNNSoftmax, SpelledFamily),
     (DifferentiatedSoftmax, BandsFamily),
     (AdaptiveSoftmax, ClustersFamily),
