@@ -260,25 +260,37 @@ def training(rank: int, processes: int, folder: Path) -> None:
     same(held)
 
 
+class Model(torch.nn.Module):
+    def __init__(self, body, head):
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, hidden, target):
+        return self.head(self.body(hidden), target)
+
+
 def _clipping(rank: int, processes: int, mesh) -> None:
-    """Gradients of a body in DDP, of replicated and of sharded parameters have one norm."""
+    """Inside DDP, gradients of a body, of replicated and of sharded parameters have one norm."""
     hidden, target = batch(n=4 * processes)
     mine = slice(4 * rank, 4 * rank + 4)
     alone = heads.AdaptiveSoftmax(WIDTH, cutoffs=[9], n_classes=N_CLASSES)
     body = torch.nn.Linear(WIDTH, WIDTH)
     module = parallel.ClassParallel(copy.deepcopy(alone), mesh, hidden_grad_scale=processes)
-    spread = DistributedDataParallel(copy.deepcopy(body))
+    model = Model(copy.deepcopy(body), module)
+    # DDP leaves out what is sharded.
+    assert {"head.head.head_weight", "head.head.tails.0"} <= {*heads.prepare_ddp(model)}
+    spread = DistributedDataParallel(model)
     for norm_type in (2.0, torch.inf):
-        for each in (alone, body, module, spread):
+        for each in (alone, body, spread):
             each.zero_grad()
         alone(body(hidden), target).backward()
-        module(spread(hidden[mine]), target[mine]).backward()
+        spread(hidden[mine], target[mine]).backward()
         expected = torch.nn.utils.clip_grad_norm_(
             [*alone.parameters(), *body.parameters()], 0.01, norm_type
         )
-        every = [*module.parameters(), *spread.parameters()]
-        torch.testing.assert_close(parallel.clip_grad_norm_(every, 0.01, norm_type), expected)
-        torch.testing.assert_close(spread.module.weight.grad, body.weight.grad)
+        found = parallel.clip_grad_norm_(spread.parameters(), 0.01, norm_type)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model.body.weight.grad, body.weight.grad)
         for name, parameter in alone.named_parameters():
             found = full(module.head.get_parameter(name).grad)
             torch.testing.assert_close(found, parameter.grad)
