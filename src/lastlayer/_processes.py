@@ -214,24 +214,25 @@ def all_gathered(numbers: Tensor, group: Any) -> Tensor:
 
 
 def gathered_in_first(part: Tensor, shape: torch.Size, group: Any) -> Tensor:
-    """A table whose rows are sharded, whole in the first process; on the meta device in others."""
-    size, first = dist.get_world_size(group), dist.get_rank(group) == 0
-    most = -(-shape[0] // size)
-    whole = part.new_empty(
-        most * size if first else shape[0], *shape[1:], device=None if first else "meta"
-    )
-    through_host = _is_through_host(part, group)
-    parts = [*whole.split(most)] if first and most else None
-    if parts and through_host:
-        parts = [each.cpu() for each in parts]
-    given = _padded(part, most)
-    if most:
-        root = dist.get_global_rank(group, 0)
-        given = given.cpu() if through_host else given
-        _call(dist.gather, given, parts, root, group=group)
-    if parts and through_host:
-        whole = torch.cat(parts).to(part.device)
-    return whole[: shape[0]]
+    """A table sharded by rows, whole in the first process; on the meta device in the others."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    through_host, most = _is_through_host(part, group), -(-shape[0] // size)
+    root, part = dist.get_global_rank(group, 0), part.contiguous()
+    if rank:
+        if len(part):
+            _call(dist.send, part.cpu() if through_host else part, root, group=group)
+        return torch.empty(shape, dtype=part.dtype, device="meta")
+    # Each part is received in its place. A gather would need room for all of them once more.
+    whole = part.new_empty(shape)
+    whole[: len(part)] = part
+    for other in range(1, size):
+        rows = whole[most * other : most * (other + 1)]
+        if len(rows):
+            into = rows.cpu() if through_host else rows
+            _call(dist.recv, into, dist.get_global_rank(group, other), group=group)
+            if through_host:
+                rows.copy_(into)
+    return whole
 
 
 def gathered(rows: Tensor, of: Shares) -> Tensor:

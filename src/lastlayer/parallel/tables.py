@@ -352,18 +352,19 @@ def _read(module: Any, name: str, path: Path, place: Any, device: torch.device) 
     family, (_, shape, dtype) = module._family, place
     values = _memory(path, place, "r") if shape.numel() else np.empty(tuple(shape))
     if name not in {*family.names}:
-        return _as_tensor(values[...], dtype).to(device)
+        return _as_tensor(np.array(values), dtype).to(device)
     shard, layout = Shards.even(family.group, shape[0]), module._layout_of(name)
     rows = torch.arange(shard.first, shard.first + shard.here)
     if layout is not None and layout.step != 1:
+        # Indexing with an array copies.
         part = values[layout.classes_at(rows).numpy()]
     else:
-        part = values[shard.first : shard.first + shard.here]
+        part = np.array(values[shard.first : shard.first + shard.here])
     return _from_part(_as_tensor(part, dtype).to(device), module.mesh, shape)
 
 
 def _as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
-    made = torch.from_numpy(np.array(values))
+    made = torch.from_numpy(values)
     return made.view(dtype) if dtype == torch.bfloat16 else made.to(dtype)
 
 
