@@ -64,6 +64,12 @@ def build(rank: int, processes: int, folder: Path) -> None:
         hidden, target = batch()
         mine = part_of(hidden, rank, processes), part_of(target, rank, processes)
         assert bool(torch.isfinite(module(*mine)))
+        if name == "sampled":
+            assert module.head.seed == 5
+        if name == "spelled":
+            # With the distribution of a plain head.
+            bound = (module.head.correction * WIDTH) ** -0.5
+            assert 0.8 * bound < float(module.head.correct.weight.detach().abs().max()) <= bound
     module = parallel.ClassParallel.build(
         heads.AdaptiveSoftmax, WIDTH, cutoffs=[7, 20], n_classes=N_CLASSES, mesh=mesh
     )

@@ -168,7 +168,7 @@ class ClassParallel(Head):
             assignment: as in :class:`ClassParallel`.
             even_rows: as in :class:`ClassParallel`.
             hidden_grad_scale: as in :class:`ClassParallel`.
-            seed: seed of the initial values.
+            seed: seed of the initial values, and of the draws of a head with a ``seed`` of its own.
             device: device of the parameters; by default that of the mesh.
             options: keyword arguments of the head's constructor.
         """
@@ -176,7 +176,8 @@ class ClassParallel(Head):
 
         def on_meta() -> Head:
             _check_kind(kind)
-            head: Head = kind(*args, device="meta", **options)
+            own = {"seed": seed} if "seed" in kind.__signature__.parameters else {}
+            head: Head = kind(*args, device="meta", **own, **options)
             _check_filled(head)
             return head
 
