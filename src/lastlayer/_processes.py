@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lastlayer._torch import debugging, values_are_checked
+
 T = TypeVar("T")
 GATHERS = (False, True, "even")
 # The local target of a row whose class is in another process, and of an ignored row.
@@ -373,9 +375,20 @@ class Shards(NamedTuple):
 
     @classmethod
     def of_parts(cls, group: Any, part: Tensor) -> "Shards":
-        """From the class vectors of each process, whose numbers are exchanged."""
+        """From the class vectors of each process, whose numbers are exchanged.
+
+        Inside ``lastlayer.debug()``, raises an error if all processes pass the same vectors.
+        """
         counts = all_gathered(torch.tensor([part.shape[0]], device=part.device), group)
         sizes, rank = counts.flatten().tolist(), dist.get_rank(group)
+        if debugging() and values_are_checked(part) and min(sizes) > 0:
+            known = part.detach().double()
+            told = all_gathered(torch.stack([known.sum(), known.abs().sum()]), group)
+            if len(sizes) > 1 and bool((told == told[0]).all() & (told[0, 1] > 0)):
+                raise ValueError(
+                    "weight: expected the class vectors of each process, got the same ones in all "
+                    "of them; pass only this process's rows of the weight"
+                )
         return cls(group.group_name, sum(sizes), max(sizes), sum(sizes[:rank]), sizes[rank])
 
     @property

@@ -207,6 +207,9 @@ def check_predictions(name, mesh, rows):
             seed = rank if rows == "local" else 0
             one = alone.sample(own, 5, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(drawn, one), (name, drawn, one)
+    # No process has a row.
+    assert module.log_prob(own[:0]).shape == (0, n_classes(name))
+    assert module.topk(own[:0], 1).classes.shape == (0, 1)
     expected = alone(hidden, target)
     found = module(own, target[part])
     close(found, expected, (name, "eval"))

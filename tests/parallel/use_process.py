@@ -500,6 +500,17 @@ def _wrong_in_one(rank: int, mesh, folder: Path, refused) -> None:
         module(sharded, target)
     with refused(TypeError, "hidden: expected the same plain tensor", "full_tensor"):
         fused.linear_cross_entropy(sharded, module.head.weight, target)
+    whole, group = torch.ones(N_CLASSES, WIDTH), mesh.get_group()
+    with lastlayer.debug(), refused(ValueError, "weight: expected the class vectors of each"):
+        fused.linear_cross_entropy(hidden, whole, target, process_group=group)
+    with lastlayer.debug():
+        fused.linear_cross_entropy(hidden, whole * (rank + 1), target, process_group=group)
+    with refused(RuntimeError, "save: expected a head with all classes", "ClassParallel.save"):
+        module.head.save(folder / "inside")
+    with refused(RuntimeError, "predict: expected a head", "ClassParallel.gather().predict"):
+        labels.head.predict(hidden)
+    copied = copy.deepcopy(module)
+    assert bool(torch.isfinite(copied(hidden, target)))
     # All of them can go on.
     assert bool(torch.isfinite(module(hidden, target)))
 

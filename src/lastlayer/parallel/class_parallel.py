@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +45,12 @@ from lastlayer.parallel.tables import (
 
 ROWS = ("local", "shared")
 ASSIGNMENTS = ("auto", "contiguous", "spread")
+# Methods that the sharded head itself must not be asked for: most would fail, and save would write
+# rows in the order of the shards.
+_OF_WHOLE_HEADS = (
+    "log_prob", "topk", "sample", "save", "predict", "probability", "audit", "relearn",
+    "add_classes",
+)  # fmt: skip
 # What must be the same in all processes, or they would make other calls: bits of a number.
 _MODES = {2: "recording of gradients", 4: "training mode", 8: "lists of classes or k"}
 
@@ -141,6 +148,9 @@ class ClassParallel(Head):
             set_tensor(head, name, spread)
         _agree_on_others(head, self._family, mesh)
         head._is_spread = True
+        for name in _OF_WHOLE_HEADS:
+            if hasattr(head, name):
+                head.__dict__[name] = partial(_refuse_on_shards, name)
 
     @classmethod
     def build(
@@ -446,7 +456,7 @@ class ClassParallel(Head):
         def check() -> tuple[int, int, Any]:
             if type(self.head).sample is not Head.sample:
                 # This head cannot sample, and raises an error that says why.
-                self.head.sample(hidden, n_samples)
+                type(self.head).sample(self.head, hidden, n_samples)
             rows, n = self._check_rows(hidden), check_int("n_samples", n_samples)
             check_generator(generator, hidden.device)
             made: dict[str, Any] = {"dtype": torch.float64, "device": rows.device}
@@ -613,6 +623,14 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
+
+
+def _refuse_on_shards(name: str, *_: Any, **__: Any) -> Any:
+    instead = f"ClassParallel.{name}" if hasattr(Head, name) else f"ClassParallel.gather().{name}"
+    raise RuntimeError(
+        f"{name}: expected a head with all classes, got the sharded one inside a ClassParallel; "
+        f"use {instead}"
+    )
 
 
 @contextmanager

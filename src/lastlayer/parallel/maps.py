@@ -48,7 +48,7 @@ def spread_topk_log_softmax(shards: Shards, scores: Tensor, k: int) -> Tensor:
         merged = shards.gathered(own).transpose(0, 1).flatten(1)
         values, places = top_classes(merged, min(k, merged.shape[1]))
         best = torch.full_like(merged, -torch.inf).scatter_(-1, places, values.log_softmax(-1))
-        mine = best.view(n, -1, most)[:, shards.rank, :some]
+        mine = best.view(n, shards.processes, most)[:, shards.rank, :some]
         return torch.full_like(scores, -torch.inf).scatter_(-1, columns[:, :some], mine)
 
     made: Tensor = _LogSoftmax.apply(scores, logs, shards)

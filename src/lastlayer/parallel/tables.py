@@ -158,7 +158,8 @@ def _fill_others(head: Any, spread: set[str], seed: int, device: torch.device) -
         # The network has its own initialisation, which uses torch's global generator.
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            head._reset_shared_parameters()
+            head.cnn.reset_parameters()
+            head._reset_correct()
     if isinstance(head, NoiseContrastive) and isinstance(head.log_z, Tensor):
         head.log_z.zero_()
 
