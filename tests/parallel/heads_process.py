@@ -92,19 +92,26 @@ MORE = {
     "few words": partial(heads.CharCNNSoftmax, WIDTH, ["a", "bc"]),
     "bce": partial(heads.MultiLabel, WIDTH, N_CLASSES, "bce", label_smoothing=0.1),
     "asymmetric": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric"),
+    # From dense labels, for two reasons.
+    # The number of the class that is ignored is also that of a row.
+    "ignored class": partial(heads.FullSoftmax, WIDTH, N_CLASSES, ignore_index=5),
+    "few labels": partial(heads.MultiLabel, WIDTH, 2, "sparsemax"),
     "asymmetric, smooth": partial(
-        heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric", label_smoothing=0.1
+        heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric", label_smoothing=0.1, chunk_rows=2
     ),
-    "asymmetric, few rows": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric", chunk_rows=2),
     "sparsemax_labels, smooth": partial(
         heads.MultiLabel, WIDTH, N_CLASSES, "sparsemax", label_smoothing=0.1, chunk_rows=3
     ),
 }  # fmt: skip
 OF_LABELS = (
     *LABELS,
-    *(name for name in MORE if name.startswith(("bce", "asymmetric", "sparsemax_labels"))),
+    *(
+        name
+        for name in MORE
+        if name.startswith(("bce", "asymmetric", "sparsemax_labels", "few labels"))
+    ),
 )
-FEW = "few", "few, drawn", "few, ordered", "few words"
+FEW = "few", "few, drawn", "few, ordered", "few words", "few labels"
 
 
 def make(name: str):
@@ -114,7 +121,7 @@ def make(name: str):
 
 
 def n_classes(name: str) -> int:
-    return 2 if name == "few words" else 3 if name in FEW else N_CLASSES
+    return 2 if name in ("few words", "few labels") else 3 if name in FEW else N_CLASSES
 
 
 def problem(name: str, processes: int):
@@ -126,7 +133,7 @@ def problem(name: str, processes: int):
         n_classes(name), (n, 3) if name in OF_LABELS else (n,), generator=generator
     )
     if name not in OF_LABELS:
-        target[::4] = -100
+        target[::4] = 5 if name == "ignored class" else -100
     return hidden, target, counts
 
 
@@ -158,7 +165,9 @@ def check_training(name, mesh, rows, reduction, *, training=True):
     rank, processes = mesh.get_local_rank(), mesh.size()
     alone = make(name).train(training)
     alone.reduction = reduction
-    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows).train(training)
+    assignment = "spread" if name == "ignored class" else "auto"
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows, assignment=assignment)
+    module.train(training)
     hidden, target, counts = problem(name, processes)
     first = sum(counts[:rank])
     part = slice(first, first + counts[rank]) if rows == "local" else slice(None)

@@ -493,6 +493,8 @@ def _wrong_in_one(rank: int, mesh, folder: Path, refused) -> None:
     values = torch.ones(ROWS, 1)
     with refused((ValueError, RuntimeError), "values: expected" if rank == 1 else "rank 1"):
         labels(hidden, target[:, None], values=values[:, 0] if rank == 1 else values)
+    with refused(RuntimeError, "expected values in every process", "got none in rank 1"):
+        labels(hidden, target[:, None], values=None if rank == 1 else values)
     with refused(TypeError, "values: expected None", "FullSoftmax"):
         module(hidden, target, values=values)
     sharded = DTensor.from_local(hidden, mesh, [Replicate()])

@@ -1,8 +1,7 @@
 """A head whose classes are sharded over the processes of a mesh."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,7 +27,7 @@ from lastlayer.fused.label_lists import check_lists, padded_lists
 from lastlayer.heads import Head, MultiLabel, TopK
 from lastlayer.heads.base import SavedModule, checked_draws
 from lastlayer.heads.distributed import made_by_fsdp
-from lastlayer.parallel.families import Family, family_of, swapped
+from lastlayer.parallel.families import Family, family_of, swapped, with_option
 from lastlayer.parallel.faults import check_agreement, check_alike
 from lastlayer.parallel.prediction import Predictions
 from lastlayer.parallel.tables import (
@@ -52,7 +51,7 @@ _OF_WHOLE_HEADS = (
     "add_classes",
 )  # fmt: skip
 # What must be the same in all processes, or they would make other calls: bits of a number.
-_MODES = {2: "recording of gradients", 4: "training mode", 8: "lists of classes or k"}
+_MODES = {2: "recording of gradients", 4: "training mode", 8: "lists of classes or k", 16: "values"}
 
 
 class ClassParallel(Head):
@@ -249,7 +248,9 @@ class ClassParallel(Head):
                 processes, for which the host waits.
             values: targets of the listed labels, for such a head.
         """
-        met = self._meet(hidden, lambda: self._as_rows(hidden, target, offsets, values))
+        met = self._meet(
+            hidden, lambda: self._as_rows(hidden, target, offsets, values), values is not None
+        )
         (rows, ids, extra), of = met.made, met.of
         if ids.dim() == 2:
             ids, extra = self._widened(ids, extra, met.width)
@@ -265,7 +266,9 @@ class ClassParallel(Head):
             loss = _OwnRows.apply(loss, of) if self.reduction == "none" else loss
         return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
 
-    def _meet(self, hidden: Any, check: Callable[[], tuple[int, int | None, Any]]) -> "_Met":
+    def _meet(
+        self, hidden: Any, check: Callable[[], tuple[int, int | None, Any]], valued: bool = False
+    ) -> "_Met":
         """Checks the arguments, and exchanges sizes and whether they are valid.
 
         Invalid arguments in one process, or another mode than in the others, raise an error in all,
@@ -275,6 +278,7 @@ class ClassParallel(Head):
         Args:
             hidden: as given, unchecked.
             check: returns the number of rows, a width or None, and any checked arguments.
+            valued: whether there are values.
         """
         wrong: Exception | None = None
         n, width, made = -1, None, None
@@ -295,7 +299,8 @@ class ClassParallel(Head):
             return _Met(made, Shares((n,) * processes, rank, self.group, True), width or 0, False)
         recording = torch.is_grad_enabled()
         graded = isinstance(hidden, Tensor) and hidden.requires_grad and recording
-        mode = graded + 2 * recording + 4 * self.head.training + 8 * (width is not None)
+        mode = graded + 2 * recording + 4 * self.head.training
+        mode += 8 * (width is not None) + 16 * valued
         mine = torch.tensor([n, width or 0, mode], device=device)
         counts, widths, modes = all_gathered(mine, self.group).T.tolist()
         if wrong is not None:
@@ -384,7 +389,10 @@ class ClassParallel(Head):
         )
         some, targets = rows[part], ids[part]
         reduction = "none" if self.reduction == "none" else "sum"
-        with _reduced_by(head, reduction), swapped(head, self._family.shared_tensors()):
+        with (
+            with_option(head, "reduction", reduction),
+            swapped(head, self._family.shared_tensors()),
+        ):
             loss: Tensor = head(some, targets, **{name: each[part] for name, each in extra.items()})
         if self.reduction == "none":
             if of is not None:
@@ -631,15 +639,6 @@ def _refuse_on_shards(name: str, *_: Any, **__: Any) -> Any:
         f"{name}: expected a head with all classes, got the sharded one inside a ClassParallel; "
         f"use {instead}"
     )
-
-
-@contextmanager
-def _reduced_by(head: Any, reduction: str) -> Iterator[None]:
-    before, head.reduction = head.reduction, reduction
-    try:
-        yield
-    finally:
-        head.reduction = before
 
 
 def _counts(n: int, of: Shares | None, mesh: Any) -> tuple[int, ...]:

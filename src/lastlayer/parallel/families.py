@@ -98,6 +98,17 @@ def swapped(module: torch.nn.Module, tensors: dict[str, Any]) -> Iterator[None]:
             held[last] = tensor
 
 
+@contextmanager
+def with_option(head: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an option of the head has another value."""
+    before = getattr(head, name)
+    setattr(head, name, value)
+    try:
+        yield
+    finally:
+        setattr(head, name, before)
+
+
 class Family:
     """A head, some of whose parameters are sharded by rows over the processes of a mesh."""
 
@@ -166,8 +177,13 @@ class Family:
 
     def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
         """The loss of rows that all processes have, with this process's part of the gradients."""
-        with swapped(self.head, self.shared_tensors()):
-            made: Tensor = self.head(hidden, self.layout.rows_of(target), **given)
+        head, rows = self.head, self.layout.rows_of(target)
+        ignored = head.ignore_index
+        if ignored is not None and self.layout.step != 1:
+            # As a row, this number may be that of another class.
+            rows, ignored = rows.masked_fill(target == ignored, IGNORED), IGNORED
+        with swapped(head, self.shared_tensors()), with_option(head, "ignore_index", ignored):
+            made: Tensor = head(hidden, rows, **given)
             return made
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -282,7 +298,9 @@ class LabelsFamily(LinearFamily):
 
         def losses_of(some: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             scores = wide_scores(some, weight, bias)
-            labels = lists.dense(ids[:1], scores, head.label_smoothing)
+            labels = torch.zeros_like(scores)
+            if shard.here:
+                labels = lists.dense(ids[:1], scores, head.label_smoothing)
             if head.loss == "sparsemax":
                 return spread_sparsemax_loss(shard, scores, labels)
             alone: Tensor = head._losses_of(scores, labels)
