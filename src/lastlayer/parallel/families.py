@@ -147,6 +147,11 @@ class Family:
         """How each of these tables is sharded."""
         return [Shards.even(self.group, size) for size in self.table_sizes()]
 
+    @property
+    def scores_per_row(self) -> int:
+        """The most scores of one row that a process holds in :meth:`log_probs`."""
+        return max(shard.most for shard in self.shards)
+
     @cached_property
     def classes(self) -> Tensor:
         """The class ids of this process, one per column of :meth:`log_probs`."""
@@ -833,6 +838,12 @@ class TreeFamily(Family):
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return super().tensors(accumulation_dtype(dtype))
+
+    @property
+    def scores_per_row(self) -> int:
+        # Every process gathers the scores of all nodes.
+        rows: int = self.head.weight.shape[0]
+        return rows
 
     def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         rows, mine = in_dtype(rows, accumulation_dtype(rows.dtype)), self.shards[0]

@@ -80,9 +80,8 @@ class Predictions:
         return torch.cat(drawn)
 
     def _chunks(self, rows: Tensor) -> Iterator[slice]:
-        head: Any = self._family.head
-        most = max(shard.most for shard in self._family.shards)
-        return row_chunks(rows, most, getattr(head, "chunk_rows", "auto"), _COPIES)
+        chunk_rows = getattr(self._family.head, "chunk_rows", "auto")
+        return row_chunks(rows, self._family.scores_per_row, chunk_rows, _COPIES)
 
     def _in_chunks(
         self, rows: Tensor, of: Shares | None, function: Callable[..., Any]
