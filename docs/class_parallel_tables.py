@@ -28,6 +28,7 @@ def _heads() -> dict[str, tuple[heads.Head, int]]:
         "`TopKSoftmaxHead`, k = 10": (heads.TopKSoftmaxHead(WIDTH, n, 10, **meta), 1),
         "`MultiLabel`, ZLPR": (heads.MultiLabel(WIDTH, n, **meta), 5),
         "`MultiLabel`, BCE or asymmetric": (heads.MultiLabel(WIDTH, n, "bce", **meta), 5),
+        "`MultiLabel`, sparsemax": (heads.MultiLabel(WIDTH, n, "sparsemax", **meta), 5),
         "`AdaptiveSoftmax`, 2 clusters": (
             heads.AdaptiveSoftmax(WIDTH, cutoffs=[20_000, 200_000], n_classes=n, **meta), 1,
         ),
@@ -37,6 +38,9 @@ def _heads() -> dict[str, tuple[heads.Head, int]]:
         "`CharCNNSoftmax`, 1000 classes": (heads.CharCNNSoftmax(WIDTH, words, **meta), 1),
         "`HierarchicalSoftmax`, binary tree, 1000 classes": (
             heads.HierarchicalSoftmax(WIDTH, trees.balanced(1000), **meta), 1,
+        ),
+        "the same, with two paths for some classes": (
+            heads.HierarchicalSoftmax(WIDTH, _overlapping(1000), **meta), 1,
         ),
         "`SampledSoftmax`, `ImportanceSampling`, 1024 draws": (
             heads.SampledSoftmax(WIDTH, n, *sampled, **meta), 1,
@@ -48,6 +52,12 @@ def _heads() -> dict[str, tuple[heads.Head, int]]:
             heads.NoiseContrastive(WIDTH, n, *sampled, **meta), 1,
         ),
     }  # fmt: skip
+
+
+def _overlapping(n: int) -> trees.Tree:
+    """A complete binary tree with 1024 leaves, some of whose classes have two."""
+    codes = [f"{each:010b}" for each in range(1024)]
+    return trees.from_codes([codes[c::n] for c in range(n)])
 
 
 def exchanges() -> str:
@@ -65,21 +75,9 @@ def exchanges() -> str:
         nbytes = sum(each.nbytes for each in of_rows) / (ROWS * RANKS)
         rounds = sum(each.rounds for each in of_rows)
         others = [each for each in made.exchanges if each not in of_rows and each.what not in _ROWS]
-        cells = "; ".join(_once(each) for each in _merged(others))
+        cells = "; ".join(_once(each) for each in others)
         lines.append(f"| {name} | {floats} | {rounds} | {nbytes:.0f} | {cells} |")
     return "\n".join(lines)
-
-
-def _merged(found: list[parallel.Exchange]) -> list[parallel.Exchange]:
-    """Merges the gradients of all replicated parameters into one entry."""
-    shared = [each for each in found if each.call == "all_reduce" and each.when == "backward"]
-    rest = [each for each in found if each not in shared]
-    if not shared:
-        return rest
-    total = sum(each.nbytes for each in shared)
-    rounds = sum(each.rounds for each in shared)
-    name = "gradients of parameters that are not per class"
-    return [*rest, shared[0]._replace(what=name, nbytes=total, rounds=rounds)]
 
 
 def _once(each: parallel.Exchange) -> str:

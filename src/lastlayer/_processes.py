@@ -1,13 +1,17 @@
 """Collectives of torch.distributed for gathered rows, and for classes sharded over processes."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lastlayer._torch import debugging, values_are_checked
+
+T = TypeVar("T")
 GATHERS = (False, True, "even")
 # The local target of a row whose class is in another process, and of an ignored row.
 ELSEWHERE, IGNORED = -1, -100
@@ -22,6 +26,10 @@ _all_gather_single: Any = getattr(
 _reduce_scatter_single: Any = getattr(
     dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
 )
+# After a collective call has failed, processes report within this many seconds that they are alive.
+_GRACE = 5.0
+# Key of these reports in the store of the process group.
+_ALIVE = "lastlayer/alive"
 # Callbacks for each collective call, with its name and the bytes that this process receives. Not a
 # context variable, which autograd's threads would not see.
 LISTENERS: list[Callable[[str, float], None]] = []
@@ -59,10 +67,81 @@ def exchanged(
             listener("all_to_all", found.nbytes / max(1, rows) * (rows - mine))
     if _is_through_host(sent, group):
         on_host = found.cpu()
-        dist.all_to_all_single(on_host, sent.cpu(), asked, told, group=group)
+        _call(dist.all_to_all_single, on_host, sent.cpu(), asked, told, group=group)
         found.copy_(on_host)
     else:
-        dist.all_to_all_single(found, sent, asked, told, group=group)
+        _call(dist.all_to_all_single, found, sent, asked, told, group=group)
+
+
+def _call(collective: Callable[..., Any], *given: Any, group: Any) -> None:
+    """Makes a collective call; if a process is missing, the error names its rank."""
+    try:
+        collective(*given, group=group)
+    except RuntimeError as error:
+        if not _is_of_the_network(error):
+            raise
+        raise RuntimeError(
+            f"torch.distributed: expected all {dist.get_world_size(group)} processes of the group "
+            f"to take part, got no answer from {_missing(group)} (seen by rank "
+            f"{dist.get_rank()}); resume from the last checkpoint, with any number of processes. "
+            f"{error}"
+        ) from error
+
+
+def _is_of_the_network(error: Exception) -> bool:
+    words = ("onnection", "imed out", "imeout", "gloo", "NCCL", "peer", "Socket")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def _missing(group: Any) -> str:
+    """Names the ranks that do not report within a few seconds."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()
+        store.set(f"{_ALIVE}/{group.group_name}/{rank}", "1")
+        waited, missing = 0.0, [*range(size)]
+        while missing and waited < _GRACE:
+            missing = [
+                each for each in missing if not store.check([f"{_ALIVE}/{group.group_name}/{each}"])
+            ]
+            if missing:
+                time.sleep(0.2)
+                waited += 0.2
+    except RuntimeError:
+        return "the process that hosts the store, usually rank 0"
+    if not missing:
+        return "a process in time, although all of them are alive: one has stalled"
+    return named(missing, group)
+
+
+def named(ranks: Iterable[int], group: Any) -> str:
+    """Ranks of a group as text, as ``torch.distributed.get_rank()`` counts them."""
+    every = [str(dist.get_global_rank(group, each)) for each in ranks]
+    return f"rank {every[0]}" if len(every) == 1 else f"ranks {', '.join(every)}"
+
+
+def in_step(step: Callable[[], T], group: Any, device: torch.device | str) -> T:
+    """``step()``, in each process; an error in one is an error in all, so that none waits for it.
+
+    Args:
+        step: makes no collective calls.
+        group: the process group.
+        device: that of the group's tensors.
+    """
+    wrong: Exception | None = None
+    try:
+        made = step()
+    except Exception as error:  # noqa: BLE001 - raised again below
+        wrong = error
+    failed = all_gathered(torch.tensor([wrong is not None], device=device).int(), group).flatten()
+    if wrong is not None:
+        raise wrong
+    if ranks := failed.nonzero().flatten().tolist():
+        raise RuntimeError(
+            f"expected no error in any process, got one in {named(ranks, group)}; see the error "
+            "raised there"
+        )
+    return made
 
 
 def _is_through_host(tensor: Tensor, group: Any) -> bool:
@@ -132,8 +211,30 @@ def all_gathered(numbers: Tensor, group: Any) -> Tensor:
     tell("all_gather", numbers.nbytes, group)
     given = numbers.cpu() if _is_through_host(numbers, group) else numbers
     found = given.new_empty(dist.get_world_size(group), *given.shape)
-    _all_gather_single(found.view(-1), given.reshape(-1), group=group)
+    _call(_all_gather_single, found.view(-1), given.reshape(-1), group=group)
     return found.to(numbers.device)
+
+
+def gathered_in_first(part: Tensor, shape: torch.Size, group: Any) -> Tensor:
+    """A table sharded by rows, whole in the first process; on the meta device in the others."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    through_host, most = _is_through_host(part, group), -(-shape[0] // size)
+    root, part = dist.get_global_rank(group, 0), part.contiguous()
+    if rank:
+        if len(part):
+            _call(dist.send, part.cpu() if through_host else part, root, group=group)
+        return torch.empty(shape, dtype=part.dtype, device="meta")
+    # Each part is received in its place. A gather would need room for all of them once more.
+    whole = part.new_empty(shape)
+    whole[: len(part)] = part
+    for other in range(1, size):
+        rows = whole[most * other : most * (other + 1)]
+        if len(rows):
+            into = rows.cpu() if through_host else rows
+            _call(dist.recv, into, dist.get_global_rank(group, other), group=group)
+            if through_host:
+                rows.copy_(into)
+    return whole
 
 
 def gathered(rows: Tensor, of: Shares) -> Tensor:
@@ -151,7 +252,7 @@ def summed(number: Tensor, group: Any) -> Tensor:
     through_host = _is_through_host(number, group)
     total = number.detach().clone(memory_format=torch.contiguous_format)
     total = total.cpu() if through_host else total
-    dist.all_reduce(total, group=group)
+    _call(dist.all_reduce, total, group=group)
     return total.to(number.device)
 
 
@@ -165,7 +266,7 @@ def summed_part(parts: Tensor, group: Any) -> Tensor:
     tell("reduce_scatter", parts.nbytes, group)
     given = parts.cpu() if _is_through_host(parts, group) else parts
     mine = given.new_empty(given.shape[1:])
-    _reduce_scatter_single(mine.view(-1), given.view(-1), group=group)
+    _call(_reduce_scatter_single, mine.view(-1), given.view(-1), group=group)
     return mine.to(parts.device)
 
 
@@ -215,19 +316,36 @@ def _padded(rows: Tensor, most: int) -> Tensor:
 
 def in_all(values: Tensor, group: Any) -> Tensor:
     """Returns replicated values unchanged; their gradient is summed over processes."""
-    result: Tensor = _InAll.apply(values, group)
+    return all_in_all([values], group)[0]
+
+
+def all_in_all(values: list[Tensor], group: Any) -> tuple[Tensor, ...]:
+    """:func:`in_all` of several tensors, whose gradients are summed in one call per dtype.
+
+    With a call per tensor, processes whose parts have other graphs, such as one without classes,
+    would make the calls in another order.
+    """
+    result: tuple[Tensor, ...] = _InAll.apply(group, *values)
     return result
 
 
 class _InAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, group: Any, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return values.view_as(values)
+        return tuple([each.view_as(each) for each in values])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        made: list[Tensor | None] = [None] * len(grads)
+        for dtype in dict.fromkeys(each.dtype for each in grads):
+            places = [i for i, each in enumerate(grads) if each.dtype == dtype]
+            some = [grads[i] for i in places]
+            flat = some[0] if len(some) == 1 else torch.cat([each.flatten() for each in some])
+            parts = summed(flat, ctx.group).flatten().split([each.numel() for each in some])
+            for i, each in zip(places, parts, strict=True):
+                made[i] = each.view(grads[i].shape)
+        return None, *made
 
 
 class Shards(NamedTuple):
@@ -257,9 +375,20 @@ class Shards(NamedTuple):
 
     @classmethod
     def of_parts(cls, group: Any, part: Tensor) -> "Shards":
-        """From the class vectors of each process, whose numbers are exchanged."""
+        """From the class vectors of each process, whose numbers are exchanged.
+
+        Inside ``lastlayer.debug()``, raises an error if all processes pass the same vectors.
+        """
         counts = all_gathered(torch.tensor([part.shape[0]], device=part.device), group)
         sizes, rank = counts.flatten().tolist(), dist.get_rank(group)
+        if debugging() and values_are_checked(part) and min(sizes) > 0:
+            known = part.detach().double()
+            told = all_gathered(torch.stack([known.sum(), known.abs().sum()]), group)
+            if len(sizes) > 1 and bool((told == told[0]).all() & (told[0, 1] > 0)):
+                raise ValueError(
+                    "weight: expected the class vectors of each process, got the same ones in all "
+                    "of them; pass only this process's rows of the weight"
+                )
         return cls(group.group_name, sum(sizes), max(sizes), sum(sizes[:rank]), sizes[rank])
 
     @property
@@ -294,6 +423,11 @@ class Shards(NamedTuple):
 
     def seen(self, hidden: Tensor, hidden_grad: str) -> Tensor:
         """Hidden states that all processes have, with the gradient ``hidden_grad``."""
+        if is_dtensor(hidden):
+            raise TypeError(
+                "hidden: expected the same plain tensor in every process, got a DTensor; pass "
+                "hidden.full_tensor()"
+            )
         if hidden_grad == "part" or not hidden.requires_grad:
             return hidden
         return in_all(hidden, self.group)

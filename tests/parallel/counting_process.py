@@ -46,6 +46,11 @@ HEADS = {
     "zlpr": (2, lambda **g: heads.MultiLabel(WIDTH, N_CLASSES, **g)),
     "bce": (0, lambda **g: heads.MultiLabel(WIDTH, N_CLASSES, "bce", **g)),
     "asymmetric": (0, lambda **g: heads.MultiLabel(WIDTH, N_CLASSES, "asymmetric", **g)),
+    "asymmetric, smooth": (1, lambda **g: heads.MultiLabel(
+        WIDTH, N_CLASSES, "asymmetric", label_smoothing=0.1, **g)),
+    "labels by sparsemax": (
+        35, lambda **g: heads.MultiLabel(WIDTH, N_CLASSES, "sparsemax", chunk_rows=4, **g),
+    ),
     "adaptive": (
         2, lambda **g: heads.AdaptiveSoftmax(
             WIDTH, cutoffs=[10, 30], n_classes=N_CLASSES, min_width=2, **g),
@@ -64,6 +69,9 @@ HEADS = {
     "char_cnn": (1, lambda **g: heads.CharCNNSoftmax(WIDTH, SPELLINGS, **g)),
     "huffman": (0, lambda **g: heads.HierarchicalSoftmax(
         WIDTH, trees.huffman(range(1, N_CLASSES + 1)), **g)),
+    "overlapping tree": (2, lambda **g: heads.HierarchicalSoftmax(
+        WIDTH, trees.from_codes([[f"{c:06b}"] + ["1111"] * (c == 9) for c in range(60)]
+        ), **g)),
     "partition": (0, _target),
     # More draws than rows: these travel, and each process compares them with its draws.
     "sampled": (
@@ -107,7 +115,8 @@ def compare(found, expected, what):
 def check(name, mesh, *, shared, dtype=torch.float32):
     floats, make = HEADS[name]
     torch.manual_seed(0)
-    head, labels = make(dtype=dtype), 3 if name in ("zlpr", "bce", "asymmetric") else 1
+    head = make(dtype=dtype)
+    labels = 3 if isinstance(head, heads.MultiLabel) else 1
     if isinstance(head, heads.EntmaxHead):
         # As after training: few classes have a probability.
         with torch.no_grad():

@@ -71,7 +71,7 @@ def compare(name, mesh, n_classes, options, **given):
     found, made = outcome(function(*parts[:2], target, parts[2], **own, **options), parts)
     made = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in made]
     size = max(1.0, float(expected.abs().max()))
-    close = 1e-11 if hidden.dtype == torch.float64 else 2e-5
+    close = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 5e-2}[hidden.dtype]
     assert torch.allclose(found, expected, rtol=close, atol=close * size), (found, expected)
     for one, other in zip(made, grads, strict=True):
         size = max(1.0, float(other.abs().max()))
@@ -112,8 +112,8 @@ def process(rank: int, processes: int, folder: Path, *every: str) -> None:
         except Exception as wrong:
             case = rank, name, n_classes, options, scale
             raise AssertionError(f"{case}: {wrong!r}") from wrong
-    for name in LOSSES:
-        compare(name, mesh, 101, {}, dtype=torch.float32)
+    for name, dtype in itertools.product(LOSSES, (torch.float32, torch.bfloat16)):
+        compare(name, mesh, 101, {}, dtype=dtype)
     masked(mesh)
 
 

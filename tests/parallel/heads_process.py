@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lastlayer import heads, parallel, samplers
+from lastlayer import heads, parallel, samplers, trees
 from tests.heads.every_head import COUNTS, EVERY_HEAD, LABELS, N_CLASSES, WIDTH
 from tests.processes import main
 
@@ -18,7 +18,6 @@ from tests.processes import main
 REFUSED = {
     "adaptive_importance": "by the scores of all",
     "partial": "by the scores of all",
-    "sparsemax_labels": "loss='zlpr'",
 }
 # Heads that draw by one number per draw, in the order of the classes.
 SAME_DRAWS = "full", "entmax", "self_normalized", "char_cnn"
@@ -75,11 +74,44 @@ MORE = {
     "few, ordered": partial(
         heads.SampledSoftmax, WIDTH, 3, samplers.LogUniform(3, order=[2, 0, 1]), 2
     ),
+    # Some classes have several paths.
+    "overlap": lambda **given: heads.HierarchicalSoftmax(
+        WIDTH,
+        trees.cluster(
+            torch.randn(N_CLASSES, 3, generator=torch.Generator().manual_seed(1)),
+            kind="adaptive", overlap=0.3, progress=False,
+        ),
+        **given,
+    ),
+    "overlap, wide": lambda **given: heads.HierarchicalSoftmax(
+        WIDTH,
+        trees.from_codes([[[c // 4, c % 4]] + [[5, 3]] * (c == 2) for c in range(N_CLASSES)]),
+        **given,
+    ),
+    # With more processes than words, some have none.
+    "few words": partial(heads.CharCNNSoftmax, WIDTH, ["a", "bc"]),
     "bce": partial(heads.MultiLabel, WIDTH, N_CLASSES, "bce", label_smoothing=0.1),
     "asymmetric": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric"),
+    # From dense labels, for two reasons.
+    # The number of the class that is ignored is also that of a row.
+    "ignored class": partial(heads.FullSoftmax, WIDTH, N_CLASSES, ignore_index=5),
+    "few labels": partial(heads.MultiLabel, WIDTH, 2, "sparsemax"),
+    "asymmetric, smooth": partial(
+        heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric", label_smoothing=0.1, chunk_rows=2
+    ),
+    "sparsemax_labels, smooth": partial(
+        heads.MultiLabel, WIDTH, N_CLASSES, "sparsemax", label_smoothing=0.1, chunk_rows=3
+    ),
 }  # fmt: skip
-OF_LABELS = *LABELS, "bce", "asymmetric"
-FEW = "few", "few, drawn", "few, ordered"
+OF_LABELS = (
+    *LABELS,
+    *(
+        name
+        for name in MORE
+        if name.startswith(("bce", "asymmetric", "sparsemax_labels", "few labels"))
+    ),
+)
+FEW = "few", "few, drawn", "few, ordered", "few words", "few labels"
 
 
 def make(name: str):
@@ -89,7 +121,7 @@ def make(name: str):
 
 
 def n_classes(name: str) -> int:
-    return 3 if name in FEW else N_CLASSES
+    return 2 if name in ("few words", "few labels") else 3 if name in FEW else N_CLASSES
 
 
 def problem(name: str, processes: int):
@@ -101,7 +133,7 @@ def problem(name: str, processes: int):
         n_classes(name), (n, 3) if name in OF_LABELS else (n,), generator=generator
     )
     if name not in OF_LABELS:
-        target[::4] = -100
+        target[::4] = 5 if name == "ignored class" else -100
     return hidden, target, counts
 
 
@@ -133,13 +165,16 @@ def check_training(name, mesh, rows, reduction, *, training=True):
     rank, processes = mesh.get_local_rank(), mesh.size()
     alone = make(name).train(training)
     alone.reduction = reduction
-    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows).train(training)
+    assignment = "spread" if name == "ignored class" else "auto"
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows, assignment=assignment)
+    module.train(training)
     hidden, target, counts = problem(name, processes)
     first = sum(counts[:rank])
     part = slice(first, first + counts[rank]) if rows == "local" else slice(None)
     whole, own = hidden.clone().requires_grad_(), hidden[part].clone().requires_grad_()
     factors = torch.linspace(0.5, 1.5, len(hidden), dtype=torch.float64)
-    for step in range(2):
+    # A second step has other draws.
+    for step in range(2 if reduction == "mean" else 1):
         alone.zero_grad(), module.zero_grad()
         whole.grad = own.grad = None
         expected, found = alone(whole, target), module(own, target[part])
@@ -169,7 +204,7 @@ def check_predictions(name, mesh, rows):
     )
     close(module.log_prob(own, classes[part]), alone.log_prob(own, classes[part]), "of classes")
     close(module.log_prob(own, classes[part, 0]), alone.log_prob(own, classes[part, 0]), "of one")
-    for k in (1, 3, n_classes(name)):
+    for k in {1, min(3, n_classes(name)), n_classes(name)}:
         found, expected = module.topk(own, k), alone.topk(own, k)
         close(found.values, expected.values, (name, k, "topk"))
         assert torch.equal(found.classes, expected.classes), (name, k, found, expected)
@@ -182,6 +217,9 @@ def check_predictions(name, mesh, rows):
             seed = rank if rows == "local" else 0
             one = alone.sample(own, 5, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(drawn, one), (name, drawn, one)
+    # No process has a row.
+    assert module.log_prob(own[:0]).shape == (0, n_classes(name))
+    assert module.topk(own[:0], 1).classes.shape == (0, 1)
     expected = alone(hidden, target)
     found = module(own, target[part])
     close(found, expected, (name, "eval"))

@@ -11,7 +11,7 @@ from tests.processes import needs_processes, run_script
 HERE = Path(__file__).parent
 # Of each kind one, for what depends on the number of processes.
 SOME = "full", "entmax", "adaptive", "differentiated", "char_cnn", "two_level", "sampled", "zlpr"
-AT_FOUR = "few", "two_level", "sampled"
+AT_FOUR = "few", "few words", "two_level", "overlap", "sampled"
 # More processes than classes: the first alone, unless every case is asked for.
 AT_EIGHT = "few, drawn", "few, ordered", "sampled", "ordered"
 

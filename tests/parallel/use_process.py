@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lastlayer
-from lastlayer import fused, heads, parallel, samplers, trees
+from lastlayer import fused, heads, parallel, samplers, testing, trees
 from tests.processes import main
 
 WIDTH, N_CLASSES, ROWS = 8, 53, 12
@@ -63,6 +64,12 @@ def build(rank: int, processes: int, folder: Path) -> None:
         hidden, target = batch()
         mine = part_of(hidden, rank, processes), part_of(target, rank, processes)
         assert bool(torch.isfinite(module(*mine)))
+        if name == "sampled":
+            assert module.head.seed == 5
+        if name == "spelled":
+            # With the distribution of a plain head.
+            bound = (module.head.correction * WIDTH) ** -0.5
+            assert 0.8 * bound < float(module.head.correct.weight.detach().abs().max()) <= bound
     module = parallel.ClassParallel.build(
         heads.AdaptiveSoftmax, WIDTH, cutoffs=[7, 20], n_classes=N_CLASSES, mesh=mesh
     )
@@ -151,7 +158,6 @@ def _shards_of(rank, processes, folder, kind, *args):
 
 def plane(rank: int, processes: int, folder: Path) -> None:
     """Data × classes: FSDP2 over data, classes over the other dimension."""
-    del folder
     mesh = init_device_mesh("cpu", (2, processes // 2), mesh_dim_names=("data", "classes"))
     torch.manual_seed(0)
     alone = heads.FullSoftmax(WIDTH, N_CLASSES)
@@ -171,6 +177,20 @@ def plane(rank: int, processes: int, folder: Path) -> None:
             found = head.get_parameter(f"head.{name}").grad.full_tensor()
             torch.testing.assert_close(found, parameter.grad)
     assert head.topk(hidden[some], 3).classes.shape == (2, 3)
+    # Every group along the classes saves the same head.
+    head.save(folder / "plane")
+    dist.barrier()
+    saved, whole = heads.Head.load(folder / "plane"), head.gather()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(saved.get_parameter(name), parameter)
+        if mesh.get_local_rank("classes") == 0:
+            torch.testing.assert_close(whole.get_parameter(name), parameter)
+    with pytest.raises(ValueError, match="call it before fully_shard"):
+        head.init_bias_from_counts(range(1, N_CLASSES + 1))
+    model = torch.nn.Sequential(parallel.ClassParallel(copy.deepcopy(alone), mesh["classes"]))
+    fully_shard(model, mesh=mesh["data"])
+    with pytest.raises(ValueError, match="fully_shard has sharded together with a larger module"):
+        model[0].save(folder / "larger")
 
 
 def training(rank: int, processes: int, folder: Path) -> None:
@@ -209,6 +229,16 @@ def training(rank: int, processes: int, folder: Path) -> None:
         module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows="shared")
         module(hidden, target).backward()
     same(module, 2e-2)
+    _clipping(rank, processes, mesh)
+    # A loss of inf is one, where the row is and elsewhere.
+    sampled = heads.SampledSoftmax(WIDTH, N_CLASSES, samplers.Uniform(N_CLASSES), 4)
+    with torch.no_grad():
+        sampled.bias[target[0]] = -torch.inf
+    assert parallel.ClassParallel(sampled, mesh)(hidden[mine], target[mine]) == torch.inf
+    # Labels whose probabilities are rounded to 1 are ordered by their scores.
+    labels = heads.MultiLabel(WIDTH, N_CLASSES)
+    found = parallel.ClassParallel(copy.deepcopy(labels), mesh).topk(1000.0 * hidden[mine], 20)
+    assert torch.equal(found.classes, labels.topk(1000.0 * hidden[mine], 20).classes)
     # The head of a model, by a plan.
     model = torch.nn.ModuleDict(
         {"body": torch.nn.Linear(4, WIDTH), "lm_head": copy.deepcopy(alone)}
@@ -234,6 +264,42 @@ def training(rank: int, processes: int, folder: Path) -> None:
         held.zero_grad()
         torch.compile(held, backend="aot_eager")(hidden, target).backward()
     same(held)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, body, head):
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, hidden, target):
+        return self.head(self.body(hidden), target)
+
+
+def _clipping(rank: int, processes: int, mesh) -> None:
+    """Inside DDP, gradients of a body, of replicated and of sharded parameters have one norm."""
+    hidden, target = batch(n=4 * processes)
+    mine = slice(4 * rank, 4 * rank + 4)
+    alone = heads.AdaptiveSoftmax(WIDTH, cutoffs=[9], n_classes=N_CLASSES)
+    body = torch.nn.Linear(WIDTH, WIDTH)
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, hidden_grad_scale=processes)
+    model = Model(copy.deepcopy(body), module)
+    # DDP leaves out what is sharded.
+    assert {"head.head.head_weight", "head.head.tails.0"} <= {*heads.prepare_ddp(model)}
+    spread = DistributedDataParallel(model)
+    for norm_type in (2.0, torch.inf):
+        for each in (alone, body, spread):
+            each.zero_grad()
+        alone(body(hidden), target).backward()
+        spread(hidden[mine], target[mine]).backward()
+        expected = torch.nn.utils.clip_grad_norm_(
+            [*alone.parameters(), *body.parameters()], 0.01, norm_type
+        )
+        found = parallel.clip_grad_norm_(spread.parameters(), 0.01, norm_type)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model.body.weight.grad, body.weight.grad)
+        for name, parameter in alone.named_parameters():
+            found = full(module.head.get_parameter(name).grad)
+            torch.testing.assert_close(found, parameter.grad)
 
 
 def unlike(rank: int, processes: int, folder: Path) -> None:
@@ -349,8 +415,6 @@ def wrong(rank: int, processes: int, folder: Path) -> None:
     with refused(ValueError, "weight_grad: expected None"):
         weight = module.head.weight
         fused.linear_cross_entropy(hidden, weight, target, weight_grad=torch.zeros(3, WIDTH))
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     for placement in (Replicate(), Shard(1)):
         weight = distribute_tensor(torch.randn(N_CLASSES, WIDTH), mesh, [placement])
         with refused(ValueError, "weight: expected a DTensor with its rows", "full_tensor"):
@@ -382,6 +446,75 @@ def wrong(rank: int, processes: int, folder: Path) -> None:
         shared(hidden, target)
     with refused(FileNotFoundError, "folder: expected config.json"):
         parallel.ClassParallel.load(folder / "nowhere", mesh)
+    with refused(TypeError, "head: expected plain parameters", "gather()"):
+        testing.check_head(module)
+    _wrong_in_one(rank, mesh, folder, refused)
+
+
+def _wrong_in_one(rank: int, mesh, folder: Path, refused) -> None:
+    """What fails, or differs, in one process alone is an error in all."""
+    head, (hidden, target) = heads.FullSoftmax(WIDTH, N_CLASSES), batch()
+    others = "expected no error in any process, got one in rank 1;"
+
+    def refused_in_one(error, *words):
+        return refused(error, *words) if rank == 1 else refused(RuntimeError, others)
+
+    with refused_in_one(ValueError, "rows: expected"):
+        parallel.ClassParallel(head, mesh, rows="mine" if rank == 1 else "local")
+    with refused_in_one(ValueError, "reduction: expected"):
+        reduction = "all" if rank == 1 else "mean"
+        parallel.ClassParallel.build(
+            heads.FullSoftmax, WIDTH, N_CLASSES, reduction=reduction, mesh=mesh
+        )
+    with refused(ValueError, "head: expected the same options of the head", "rank 1 than in rank"):
+        parallel.ClassParallel(heads.FullSoftmax(WIDTH, N_CLASSES + (rank == 1)), mesh)
+    module = parallel.ClassParallel(head, mesh)
+    if rank == 0:
+        (folder / "file").write_text("")
+    dist.barrier()
+    with refused((FileExistsError, RuntimeError), "File exists" if rank == 0 else "in rank 0;"):
+        module.save(folder / "file")
+    module.save(folder / "saved")
+    with refused_in_one(FileNotFoundError, "folder: expected config.json"):
+        parallel.ClassParallel.load(folder / ("nowhere" if rank == 1 else "saved"), mesh)
+    words = "expected recording of gradients", "got none in rank 1"
+    with refused(RuntimeError, *words), torch.set_grad_enabled(rank != 1):
+        module(hidden, target)
+    with refused(RuntimeError, "expected training mode", "got none in rank 1"):
+        module.train(rank != 1)(hidden, target)
+    module.train()
+    with refused(RuntimeError, "expected lists of classes", "got none in ranks 0, 2"):
+        module.log_prob(hidden, target if rank == 1 else None)
+    even = parallel.ClassParallel(heads.FullSoftmax(WIDTH, N_CLASSES), mesh, even_rows=True)
+    n = 3 + (rank == 1)
+    with lastlayer.debug(), refused(ValueError, "hidden: expected the same number of rows"):
+        even(hidden[:n], target[:n])
+    labels = parallel.ClassParallel(heads.MultiLabel(WIDTH, N_CLASSES), mesh)
+    values = torch.ones(ROWS, 1)
+    with refused((ValueError, RuntimeError), "values: expected" if rank == 1 else "rank 1"):
+        labels(hidden, target[:, None], values=values[:, 0] if rank == 1 else values)
+    with refused(RuntimeError, "expected values in every process", "got none in rank 1"):
+        labels(hidden, target[:, None], values=None if rank == 1 else values)
+    with refused(TypeError, "values: expected None", "FullSoftmax"):
+        module(hidden, target, values=values)
+    sharded = DTensor.from_local(hidden, mesh, [Replicate()])
+    with refused(TypeError, "hidden: expected", "DTensor", "to_local"):
+        module(sharded, target)
+    with refused(TypeError, "hidden: expected the same plain tensor", "full_tensor"):
+        fused.linear_cross_entropy(sharded, module.head.weight, target)
+    whole, group = torch.ones(N_CLASSES, WIDTH), mesh.get_group()
+    with lastlayer.debug(), refused(ValueError, "weight: expected the class vectors of each"):
+        fused.linear_cross_entropy(hidden, whole, target, process_group=group)
+    with lastlayer.debug():
+        fused.linear_cross_entropy(hidden, whole * (rank + 1), target, process_group=group)
+    with refused(RuntimeError, "save: expected a head with all classes", "ClassParallel.save"):
+        module.head.save(folder / "inside")
+    with refused(RuntimeError, "predict: expected a head", "ClassParallel.gather().predict"):
+        labels.head.predict(hidden)
+    copied = copy.deepcopy(module)
+    assert bool(torch.isfinite(copied(hidden, target)))
+    # All of them can go on.
+    assert bool(torch.isfinite(module(hidden, target)))
 
 
 def _pointer():

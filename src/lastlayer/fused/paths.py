@@ -158,8 +158,8 @@ class TreeTables:
     def part(self, first: int, last: int) -> "TreeTables":
         """The tables of nodes ``first`` to ``last - 1``, with paths cut to these nodes; for losses.
 
-        Nodes, edges and rows are numbered from the start of the part. Only for trees without
-        overlap.
+        Nodes, edges and rows are numbered from the start of the part. In a tree with overlap, where
+        a class has several paths, the classes of the part are these paths.
         """
         made = copy.copy(self)
         start, rows = (as_numpy(each.cpu()) for each in (self.child_start, self.row_start))
@@ -180,10 +180,15 @@ class TreeTables:
         made.child_start = self.child_start[first : last + 1] - edges.start
         made.row_start = self.row_start[first : last + 1] - rows[first].item()
         made.edge_node = self.edge_node[edges] - first
-        made.binary_paths = self.binary_paths and made.n_inner > 0
+        made.binary_paths = not self.has_wide and made.n_inner > 0
         if not made.has_wide:
             # All nodes are binary: the node is the edge number divided by two.
             made.edge_row = self.edge_row[:0]
+        if self.overlaps:
+            made.overlaps, made.most_paths, made.n_classes = False, 1, len(self.path_class)
+            made.path_class = torch.arange(made.n_classes, device=device)
+            made.class_start = torch.arange(made.n_classes + 1, device=device)
+            made.path_child = self.path_child[:0]
         return made
 
     def rows_of_arity(self, arity: int) -> Tensor:

@@ -183,19 +183,25 @@ def entmax_rows(shards: Shards, class_weight: Tensor | None, alpha: float) -> Ro
         own, listed, size = _candidates(scores, chunk, alpha)
         told = shards.gathered(torch.cat([own, size.unsqueeze(-1)], -1))
         if told.numel() and int(told[..., TOLD].max()) > TOLD:
-            return _dense(scores, chunk, alpha, lambda some: spread_entmax(shards, some, alpha))
-        merged = told[..., :TOLD].transpose(0, 1)
-        probs = kernels.entmax.forward("auto", merged.flatten(1), alpha, None)
-        mine = probs.view(merged.shape)[:, shards.rank]
-        return _listed(scores, chunk, alpha, mine, own, listed, merged.amax((1, 2)))
+            return _dense(scores, chunk, alpha, lambda some: _by_newton(shards, some, alpha))
+        mine, peak = _of_candidates(shards, told, alpha)
+        return _listed(scores, chunk, alpha, mine, own, listed, peak)
 
     return rows
 
 
-def _candidates(scores: Tensor, chunk: Chunk, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
+def _of_candidates(shards: Shards, told: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """Probabilities of this process's candidates, and the best score of each row."""
+    merged = told[..., :TOLD].transpose(0, 1)
+    probs = kernels.entmax.forward("auto", merged.flatten(1), alpha, None)
+    return probs.view(merged.shape)[:, shards.rank], merged.amax((1, 2))
+
+
+def _candidates(scores: Tensor, chunk: Chunk | None, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
     """Scores and places of what may be in the support, and their number, :data:`TOLD` + 1 for more.
 
-    A candidate that is none has the score -inf and the place 0.
+    A candidate that is none has the score -inf and the place 0. ``chunk`` gives scores of half
+    precision their full precision.
     """
     n, dtype = scores.shape[0], accumulation_dtype(scores.dtype)
     if not scores.shape[1]:
@@ -207,9 +213,9 @@ def _candidates(scores: Tensor, chunk: Chunk, alpha: float) -> tuple[Tensor, Ten
     return own, listed, size.clamp(max=TOLD + 1).to(dtype)
 
 
-def _scores_of(scores: Tensor, chunk: Chunk, places: Tensor) -> Tensor:
+def _scores_of(scores: Tensor, chunk: Chunk | None, places: Tensor) -> Tensor:
     """In full precision."""
-    if scores.itemsize < 4:
+    if scores.itemsize < 4 and chunk is not None:
         return chunk.exact_scores(places)
     return scores.gather(-1, places)
 
@@ -315,6 +321,21 @@ def _loss(
 
 def spread_entmax(shards: Shards, scores: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Probabilities of this process's classes, and the best score of each row in all processes.
+
+    From the candidates of each process, or by Newton's method where there are too many. Scores are
+    float32 or float64.
+    """
+    own, listed, size = _candidates(scores, None, alpha)
+    told = shards.gathered(torch.cat([own, size.unsqueeze(-1)], -1))
+    if told.numel() and int(told[..., TOLD].max()) > TOLD:
+        return _by_newton(shards, scores, alpha)
+    mine, peak = _of_candidates(shards, told, alpha)
+    probs = torch.zeros_like(scores)
+    return (probs.scatter_add_(-1, listed, mine) if scores.shape[1] else probs), peak
+
+
+def _by_newton(shards: Shards, scores: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """The same, however many classes have a probability.
 
     Newton's method on the threshold, from below: every round adds up two numbers per row over the
     processes. For alpha above 2, where it may jump too far, a bracket holds it.

@@ -153,12 +153,17 @@ class CharCNNSoftmax(ScoredHead):
         self.cnn.reset_parameters()
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
-        if self.corrections is not None and self.correct is not None:
+        if self.corrections is not None:
             # Small compared with the vectors of the CNN, but not 0, so that M gets a gradient.
             torch.nn.init.normal_(self.corrections, std=0.1)
+        self._reset_correct()
+        self._make_ready()
+
+    def _reset_correct(self) -> None:
+        """Reinitialises the matrix M of the corrections."""
+        if self.correct is not None:
             bound = 1.0 / math.sqrt(self.correction * self.in_features)
             torch.nn.init.uniform_(self.correct.weight, -bound, bound)
-        self._make_ready()
 
     def _make_tables(self, device: torch.device) -> None:
         self.words = self.cnn.spell(self.spellings, self.max_length, self.chunk_classes, device)

@@ -18,11 +18,12 @@ from lastlayer._torch import active_ddp
 def prepare_ddp(model: torch.nn.Module, process_group: Any = None) -> list[str]:
     """Prepares a model with heads for ``DistributedDataParallel``; call it just before that.
 
-    DDP then ignores two kinds of tensors. The first are parameters of heads with ``sparse=True``,
+    DDP then ignores three kinds of tensors. The first are parameters of heads with ``sparse=True``,
     whose gradients DDP cannot reduce: a hook gathers the rows that each process has touched and
     averages them, so every process has the same row-sparse gradient, with gloo and with NCCL. The
     second are tables of samplers and orders of classes, which are equal in all processes; DDP would
-    broadcast them in every forward pass.
+    broadcast them in every forward pass. The third are the class vectors of a
+    :class:`lastlayer.parallel.ClassParallel`, of which each process has its own part.
 
     As with DDP itself, every process must compute a gradient for each of these parameters in every
     backward pass. Gradients may be accumulated, with or without ``no_sync()``. Parameters are
@@ -54,6 +55,9 @@ def prepare_ddp(model: torch.nn.Module, process_group: Any = None) -> list[str]:
                 names.append(dot + name)
                 _average_in_hook(parameter, process_group)
             module.__dict__["_averages_rows"] = True
+        if getattr(module, "_is_spread", False):
+            # The head of a ClassParallel, of whose tables each process has its own part.
+            names += [dot + name for name, each in module.named_parameters() if is_dtensor(each)]
         names += [dot + name for name, each in module.named_buffers(recurse=False) if each.numel()]
     if names:
         ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]

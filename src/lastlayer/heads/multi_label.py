@@ -224,8 +224,7 @@ class MultiLabel(LinearHead):
         if self.loss in _FUSED:
             options = {**self._loss_options(), "offsets": offsets, "values": values}
             return _FUSED[self.loss](hidden, self.weight, positives, self.bias, **options)
-        by_slabs = isinstance(self.chunk_rows, str) and not self.label_smoothing
-        if self.loss == "asymmetric" and by_slabs:
+        if not self._needs_dense_labels:
             numbers = tuple(float(each) for each in (_ASYMMETRIC | self.loss_options).values())
             return asymmetric_label_loss(
                 hidden, self.weight, positives, self.bias, numbers, offsets=offsets, values=values,
@@ -233,6 +232,18 @@ class MultiLabel(LinearHead):
                 chunk_classes=self.chunk_rows, hidden_grad="part" if self._is_spread else "sum",
             )  # fmt: skip
         return self._dense_loss(hidden, positives, offsets, values)
+
+    @property
+    def _needs_dense_labels(self) -> bool:
+        """Whether the loss is computed from dense scores and labels, in chunks of rows."""
+        if self.loss == "asymmetric":
+            return bool(self.label_smoothing) or not isinstance(self.chunk_rows, str)
+        return self.loss == "sparsemax"
+
+    def _losses_of(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each row from dense scores and labels."""
+        made: Tensor = _DENSE[self.loss](scores, labels, reduction="none", **self.loss_options)
+        return made
 
     def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
         """The loss from dense scores and labels of one chunk of rows at a time."""
@@ -245,9 +256,7 @@ class MultiLabel(LinearHead):
 
         def losses_of(some: Tensor, ids: Tensor, *tensors: Any) -> Tensor:
             scores = wide_scores(some, *tensors)
-            labels = lists.dense(ids[:1], scores, smoothing)
-            made: Tensor = _DENSE[self.loss](scores, labels, reduction="none", **self.loss_options)
-            return made
+            return self._losses_of(scores, lists.dense(ids[:1], scores, smoothing))
 
         rows = in_autocast_dtype(hidden.reshape(n, self.in_features))
         with without_autocast(hidden):

@@ -1,6 +1,7 @@
 """Heads whose classes are sharded over processes and machines, with ``torch.distributed``."""
 
 from lastlayer.parallel.class_parallel import ClassParallel
+from lastlayer.parallel.clipping import clip_grad_norm_
 from lastlayer.parallel.communication import Communication, Exchange, communication
 from lastlayer.parallel.counting import CountedCommunication
 from lastlayer.parallel.plan import LayoutCost, Memory, Plan, plan
@@ -15,6 +16,7 @@ __all__ = [
     "LayoutCost",
     "Memory",
     "Plan",
+    "clip_grad_norm_",
     "communication",
     "plan",
 ]

@@ -1,8 +1,8 @@
 """A head whose classes are sharded over the processes of a mesh."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -11,13 +11,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lastlayer._checks import check_choice, check_generator, check_ids, check_int, check_positive
-from lastlayer._processes import Shares, all_gathered, gathered, in_all, is_dtensor, summed
+from lastlayer._processes import (
+    Shares,
+    all_gathered,
+    gathered,
+    in_all,
+    in_step,
+    is_dtensor,
+    named,
+    sum_of_parts,
+    summed,
+)
 from lastlayer._torch import eager, in_autocast_dtype
 from lastlayer.fused.label_lists import check_lists, padded_lists
 from lastlayer.heads import Head, MultiLabel, TopK
 from lastlayer.heads.base import SavedModule, checked_draws
-from lastlayer.parallel.families import Family, family_of, swapped
-from lastlayer.parallel.faults import agree, named_errors
+from lastlayer.heads.distributed import made_by_fsdp
+from lastlayer.parallel.families import Family, family_of, swapped, with_option
+from lastlayer.parallel.faults import check_agreement, check_alike
 from lastlayer.parallel.prediction import Predictions
 from lastlayer.parallel.tables import (
     cut,
@@ -33,6 +44,14 @@ from lastlayer.parallel.tables import (
 
 ROWS = ("local", "shared")
 ASSIGNMENTS = ("auto", "contiguous", "spread")
+# Methods that the sharded head itself must not be asked for: most would fail, and save would write
+# rows in the order of the shards.
+_OF_WHOLE_HEADS = (
+    "log_prob", "topk", "sample", "save", "predict", "probability", "audit", "relearn",
+    "add_classes",
+)  # fmt: skip
+# What must be the same in all processes, or they would make other calls: bits of a number.
+_MODES = {2: "recording of gradients", 4: "training mode", 8: "lists of classes or k", 16: "values"}
 
 
 class ClassParallel(Head):
@@ -46,7 +65,7 @@ class ClassParallel(Head):
     .. math:: \log \sum_c e^{\theta_c} = \log \sum_r e^{\ell_r}, \qquad
               \ell_r = \log \sum_{c \in r} e^{\theta_c}
 
-    Scores are never sent. A softmax exchanges one number per row, entmax the few candidates of each
+    In training scores are never sent. A softmax exchanges one number per row, entmax the few candidates of each
     process, binary losses nothing. Hidden states are all-gathered, and their gradients are
     reduce-scattered. Sampled heads keep the rows in place and fetch the vectors of their draws.
     :func:`lastlayer.parallel.plan` computes the bytes.
@@ -105,24 +124,32 @@ class ClassParallel(Head):
         even_rows: bool = False,
         hidden_grad_scale: float = 1.0,
     ) -> None:
-        _check_head(head)
-        _check_mesh(mesh, head)
-        check_choice("rows", rows, ROWS)
-        check_choice("assignment", assignment, ASSIGNMENTS)
+        _check_mesh(mesh)
         torch.nn.Module.__init__(self)
-        self.in_features, self.n_classes = head.in_features, head.n_classes
         self.mesh, self.group, self.rows, self.even_rows = mesh, mesh.get_group(), rows, even_rows
-        self.hidden_grad_scale = check_positive("hidden_grad_scale", hidden_grad_scale)
-        self.head = head
-        self._family = family_of(head, mesh, assignment)
+
+        def checked() -> Family:
+            _check_head(head, mesh)
+            check_choice("rows", rows, ROWS)
+            check_choice("assignment", assignment, ASSIGNMENTS)
+            check_positive("hidden_grad_scale", hidden_grad_scale)
+            return family_of(head, mesh, assignment)
+
+        self._family = in_step(checked, self.group, mesh.device_type)
+        self.in_features, self.n_classes, self.head = head.in_features, head.n_classes, head
+        self.hidden_grad_scale = float(hidden_grad_scale)
         self._predictions = Predictions(self._family)
         self.assignment = "contiguous" if self._family.layout.step == 1 else "spread"
+        check_alike(self)
         self._family.prepare()
         for name in self._family.names:
             spread = spread_tensor(value_of(head, name), mesh, self._layout_of(name))
             set_tensor(head, name, spread)
         _agree_on_others(head, self._family, mesh)
         head._is_spread = True
+        for name in _OF_WHOLE_HEADS:
+            if hasattr(head, name):
+                head.__dict__[name] = partial(_refuse_on_shards, name)
 
     @classmethod
     def build(
@@ -150,13 +177,20 @@ class ClassParallel(Head):
             assignment: as in :class:`ClassParallel`.
             even_rows: as in :class:`ClassParallel`.
             hidden_grad_scale: as in :class:`ClassParallel`.
-            seed: seed of the initial values.
+            seed: seed of the initial values, and of the draws of a head with a ``seed`` of its own.
             device: device of the parameters; by default that of the mesh.
             options: keyword arguments of the head's constructor.
         """
-        _check_kind(kind)
-        head: Head = kind(*args, device="meta", **options)
-        _check_filled(head)
+        _check_mesh(mesh)
+
+        def on_meta() -> Head:
+            _check_kind(kind)
+            own = {"seed": seed} if "seed" in kind.__signature__.parameters else {}
+            head: Head = kind(*args, device="meta", **own, **options)
+            _check_filled(head)
+            return head
+
+        head = in_step(on_meta, mesh.get_group(), mesh.device_type)
         device = torch.device(mesh.device_type) if device is None else torch.device(device)
         for name, each in head.named_buffers():
             # Tables of a sampler and counters have values already; they are synchronised below.
@@ -197,7 +231,12 @@ class ClassParallel(Head):
 
     @eager
     def forward(
-        self, hidden: Tensor, target: Tensor, offsets: Tensor | None = None, **given: Any
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        values: Tensor | None = None,
     ) -> Tensor:
         """The loss over the rows of all processes; with reduction "none" the losses of own rows.
 
@@ -207,42 +246,45 @@ class ClassParallel(Head):
             offsets: offsets of concatenated lists of labels, for a head such as
                 :class:`lastlayer.heads.MultiLabel`. The lists are padded to the longest one of all
                 processes, for which the host waits.
-            given: other keyword arguments of the head.
+            values: targets of the listed labels, for such a head.
         """
-        if offsets is not None:
-            given["offsets"] = offsets
-        with named_errors(self.group):
-            met = self._meet(hidden, lambda: self._as_rows(hidden, target, given))
-            (rows, ids, extra), of = met.made, met.of
-            if ids.dim() == 2:
-                ids, extra = self._widened(ids, extra, met.width)
-            agree(self, rows, ids)
-            rows = self._graded(rows, met)
-            if self._family.moves_vectors(_counts(len(rows), of, self.mesh), ids.dim() == 2):
-                loss = self._loss_of_own_rows(rows, ids, extra, of)
-            elif of is None or of.processes == 1:
-                loss = self._family.loss(rows, ids, **extra)
-            else:
-                every = {name: gathered(each, of) for name, each in extra.items()}
-                loss = self._family.loss(gathered(rows, of), gathered(ids, of), **every)
-                loss = _OwnRows.apply(loss, of) if self.reduction == "none" else loss
+        met = self._meet(
+            hidden, lambda: self._as_rows(hidden, target, offsets, values), values is not None
+        )
+        (rows, ids, extra), of = met.made, met.of
+        if ids.dim() == 2:
+            ids, extra = self._widened(ids, extra, met.width)
+        check_agreement(self, rows, ids)
+        rows = self._graded(rows, met)
+        if self._family.moves_vectors(_counts(len(rows), of, self.mesh), ids.dim() == 2):
+            loss = self._loss_of_own_rows(rows, ids, extra, of)
+        elif of is None or of.processes == 1:
+            loss = self._family.loss(rows, ids, **extra)
+        else:
+            every = {name: gathered(each, of) for name, each in extra.items()}
+            loss = self._family.loss(gathered(rows, of), gathered(ids, of), **every)
+            loss = _OwnRows.apply(loss, of) if self.reduction == "none" else loss
         return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
 
-    def _meet(self, hidden: Any, check: Callable[[], tuple[int, int | None, Any]]) -> "_Met":
+    def _meet(
+        self, hidden: Any, check: Callable[[], tuple[int, int | None, Any]], valued: bool = False
+    ) -> "_Met":
         """Checks the arguments, and exchanges sizes and whether they are valid.
 
-        Invalid arguments in one process raise an error in all, so that none waits for another that
-        has raised. With shared rows nothing is exchanged, with even rows only the widths.
+        Invalid arguments in one process, or another mode than in the others, raise an error in all,
+        so that none waits for another that has raised, or for a call that another does not make.
+        With shared rows nothing is exchanged, with even rows only the widths.
 
         Args:
             hidden: as given, unchecked.
             check: returns the number of rows, a width or None, and any checked arguments.
+            valued: whether there are values.
         """
         wrong: Exception | None = None
         n, width, made = -1, None, None
         try:
             n, width, made = check()
-        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        except Exception as error:  # noqa: BLE001 - raised again below
             wrong = error
         rank, processes = self.mesh.get_local_rank(), self.mesh.size()
         device = next(self.head.parameters()).device
@@ -255,29 +297,44 @@ class ClassParallel(Head):
                 # The numbers of rows are equal, the lengths of lists may differ.
                 width = int(all_gathered(torch.tensor([width], device=device), self.group).max())
             return _Met(made, Shares((n,) * processes, rank, self.group, True), width or 0, False)
-        graded = isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled()
-        mine = torch.tensor([n, width or 0, graded], device=device)
-        counts, widths, needs_grad = all_gathered(mine, self.group).T.tolist()
+        recording = torch.is_grad_enabled()
+        graded = isinstance(hidden, Tensor) and hidden.requires_grad and recording
+        mode = graded + 2 * recording + 4 * self.head.training
+        mode += 8 * (width is not None) + 16 * valued
+        mine = torch.tensor([n, width or 0, mode], device=device)
+        counts, widths, modes = all_gathered(mine, self.group).T.tolist()
         if wrong is not None:
             raise wrong
         if min(counts) < 0:
             others = [rank for rank, count in enumerate(counts) if count < 0]
             raise RuntimeError(
                 "hidden, target: expected arguments that fit the head in every process, got others "
-                f"in {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}; see "
-                "the error raised there"
+                f"in {named(others, self.group)}; see the error raised there"
             )
+        for bit, what in _MODES.items():
+            off = [rank for rank, each in enumerate(modes) if not each & bit]
+            if 0 < len(off) < processes:
+                raise RuntimeError(
+                    f"ClassParallel: expected {what} in every process or in none, got none in "
+                    f"{named(off, self.group)}"
+                )
         of = Shares(tuple(counts), rank, self.group, False)
-        return _Met(made, of, max(widths), any(needs_grad))
+        return _Met(made, of, max(widths), any(each & 1 for each in modes))
 
     def _as_rows(
-        self, hidden: Any, target: Any, given: dict[str, Any]
+        self, hidden: Any, target: Any, offsets: Any, values: Any
     ) -> tuple[int, int | None, Any]:
         """Checked arguments as rows ``(n, in_features)`` and ids ``(n,)`` or ``(n, m)``."""
-        self.head._check_hidden(hidden)
+        self._check_hidden(hidden)
         batch = hidden.shape[:-1]
-        if given.get("offsets") is not None:
-            target, given = self._as_padded(hidden, target, **given)
+        for name, each in ("offsets", offsets), ("values", values):
+            if each is not None and not isinstance(self.head, MultiLabel):
+                raise TypeError(
+                    f"{name}: expected None for a head without lists of labels, got {name} for "
+                    f"{type(self.head).__name__}"
+                )
+        if offsets is not None:
+            target, values = self._as_padded(hidden, target, offsets, values)
         if not isinstance(target, Tensor) or target.shape[: len(batch)] != batch:
             shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(
@@ -287,31 +344,29 @@ class ClassParallel(Head):
         target = check_ids("target", target, None, self.n_classes, self.ignore_index, like=hidden)
         n = batch.numel()
         rows, ids = in_autocast_dtype(hidden), target.reshape(n, *target.shape[len(batch) :])
-        extra = {
-            name: each.reshape(n, *each.shape[len(batch) :])
-            for name, each in given.items()
-            if each is not None
-        }
+        extra = {}
+        if values is not None:
+            if not isinstance(values, Tensor) or values.shape != target.shape:
+                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(
+                    f"values: expected the shape of target, {tuple(target.shape)}, got {got}"
+                )
+            extra["values"] = values.reshape(ids.shape)
         width = ids.shape[1] if ids.dim() == 2 else None
         return n, width, (rows.reshape(n, self.in_features), ids, extra)
 
     def _as_padded(
-        self, hidden: Tensor, target: Any, offsets: Any, values: Any = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+        self, hidden: Tensor, target: Any, offsets: Any, values: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Concatenated lists of labels and their values, padded to ``(*batch, longest)``."""
         head = self.head
-        if not isinstance(head, MultiLabel):
-            raise TypeError(
-                "offsets: expected None for a head without lists of labels, got offsets for "
-                f"{type(head).__name__}"
-            )
         checked: tuple[Any, ...] = check_lists(
             hidden, head.n_classes, target, offsets, values, head.ignore_index, head.label_smoothing
         )
         positives, starts, values = checked
         ids, values = padded_lists(positives, starts, values, head.ignore_index)
         shape = *hidden.shape[:-1], ids.shape[1]
-        return ids.reshape(shape), {"values": None if values is None else values.reshape(shape)}
+        return ids.reshape(shape), None if values is None else values.reshape(shape)
 
     def _widened(
         self, ids: Tensor, extra: dict[str, Tensor], width: int
@@ -334,7 +389,10 @@ class ClassParallel(Head):
         )
         some, targets = rows[part], ids[part]
         reduction = "none" if self.reduction == "none" else "sum"
-        with _reduced_by(head, reduction), swapped(head, self._family.shared_tensors()):
+        with (
+            with_option(head, "reduction", reduction),
+            swapped(head, self._family.shared_tensors()),
+        ):
             loss: Tensor = head(some, targets, **{name: each[part] for name, each in extra.items()})
         if self.reduction == "none":
             if of is not None:
@@ -346,9 +404,8 @@ class ClassParallel(Head):
         if head.ignore_index is not None:
             counted = targets != head.ignore_index
             counted = counted if counted.dim() == 1 else counted.any(-1)
-        both = summed(torch.stack([loss.detach(), counted.sum().to(loss.dtype)]), self.group)
-        total, rows_counted = both.unbind()
-        total = loss + (total - loss.detach())
+        both = torch.stack([loss, counted.sum().to(loss.dtype)])
+        total, rows_counted = sum_of_parts(both, self.group).unbind()
         return total / rows_counted.clamp(min=1.0) if self.reduction == "mean" else total
 
     @eager
@@ -367,18 +424,17 @@ class ClassParallel(Head):
                 chosen, shape = self.head._check_classes(hidden, classes)
             return len(rows), None if chosen is None else chosen.shape[1], (rows, chosen, shape)
 
-        with named_errors(self.group):
-            met = self._meet(hidden, check)
-            (rows, chosen, shape), of = met.made, met.of
-            rows = self._everyones(rows, met)
-            if chosen is None:
-                return self._predictions.log_probs(rows, of).reshape(shape)
-            if of is None:
-                return self._predictions.log_probs_of(rows, chosen).reshape(shape)
-            own = chosen.shape[1]
-            chosen = gathered(pad(chosen, (0, met.width - own)), of)
-            found: Tensor = _OwnRows.apply(self._predictions.log_probs_of(rows, chosen), of)
-            return found[:, :own].reshape(shape)
+        met = self._meet(hidden, check)
+        (rows, chosen, shape), of = met.made, met.of
+        rows = self._everyones(rows, met)
+        if chosen is None:
+            return self._predictions.log_probs(rows, of).reshape(shape)
+        if of is None:
+            return self._predictions.log_probs_of(rows, chosen).reshape(shape)
+        own = chosen.shape[1]
+        chosen = gathered(pad(chosen, (0, met.width - own)), of)
+        found: Tensor = _OwnRows.apply(self._predictions.log_probs_of(rows, chosen), of)
+        return found[:, :own].reshape(shape)
 
     @eager
     @torch.no_grad()
@@ -389,10 +445,9 @@ class ClassParallel(Head):
             rows = self._check_rows(hidden)
             return len(rows), self._check_k(k), rows
 
-        with named_errors(self.group):
-            met = self._meet(hidden, check)
-            rows = self._everyones(met.made, met)
-            values, classes = self._predictions.best(rows, met.width, met.of)
+        met = self._meet(hidden, check)
+        rows = self._everyones(met.made, met)
+        values, classes = self._predictions.best(rows, met.width, met.of)
         shape = *hidden.shape[:-1], k
         return TopK(values[:, :k].reshape(shape), classes[:, :k].reshape(shape))
 
@@ -409,25 +464,29 @@ class ClassParallel(Head):
         def check() -> tuple[int, int, Any]:
             if type(self.head).sample is not Head.sample:
                 # This head cannot sample, and raises an error that says why.
-                self.head.sample(hidden, n_samples)
+                type(self.head).sample(self.head, hidden, n_samples)
             rows, n = self._check_rows(hidden), check_int("n_samples", n_samples)
             check_generator(generator, hidden.device)
             made: dict[str, Any] = {"dtype": torch.float64, "device": rows.device}
             return len(rows), n, (rows, torch.rand((len(rows), n), generator=generator, **made))
 
-        with named_errors(self.group):
-            met = self._meet(hidden, check)
-            (rows, uniform), of = met.made, met.of
-            if of is None:
-                first = self.mesh.get_local_rank() == 0
-                uniform = summed(uniform if first else torch.zeros_like(uniform), self.group)
-            else:
-                uniform = gathered(pad(uniform, (0, met.width - uniform.shape[1])), of)
-            rows = self._everyones(rows, met)
-            drawn = self._predictions.draw(rows, uniform, of)[:, :n_samples]
+        met = self._meet(hidden, check)
+        (rows, uniform), of = met.made, met.of
+        if of is None:
+            first = self.mesh.get_local_rank() == 0
+            uniform = summed(uniform if first else torch.zeros_like(uniform), self.group)
+        else:
+            uniform = gathered(pad(uniform, (0, met.width - uniform.shape[1])), of)
+        rows = self._everyones(rows, met)
+        drawn = self._predictions.draw(rows, uniform, of)[:, :n_samples]
         return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
 
     def _check_hidden(self, hidden: Any) -> None:
+        if is_dtensor(hidden):
+            raise TypeError(
+                "hidden: expected the hidden states of this process as a plain tensor, got a "
+                "DTensor; pass hidden.to_local(), or hidden.full_tensor() with rows='shared'"
+            )
         self.head._check_hidden(hidden)
 
     def _everyones(self, rows: Tensor, met: "_Met") -> Tensor:
@@ -448,6 +507,11 @@ class ClassParallel(Head):
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, **given: Any) -> None:
         """Initialise biases from counts, as the head does; every process passes all counts."""
+        if made_by_fsdp(type(self)):
+            raise ValueError(
+                "init_bias_from_counts: expected parameters sharded by class alone, got a head "
+                "inside fully_shard; call it before fully_shard"
+            )
         spread = {
             name: each
             for name, each in self.head.named_parameters()
@@ -492,6 +556,7 @@ class ClassParallel(Head):
             device: device of the parameters; by default that of the mesh.
             options: keyword arguments of :class:`ClassParallel`.
         """
+        _check_mesh(mesh)
         made: Self = read_tables(cls, Path(folder), mesh, device, options)
         return made
 
@@ -568,13 +633,12 @@ class _Scaled(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-@contextmanager
-def _reduced_by(head: Any, reduction: str) -> Iterator[None]:
-    before, head.reduction = head.reduction, reduction
-    try:
-        yield
-    finally:
-        head.reduction = before
+def _refuse_on_shards(name: str, *_: Any, **__: Any) -> Any:
+    instead = f"ClassParallel.{name}" if hasattr(Head, name) else f"ClassParallel.gather().{name}"
+    raise RuntimeError(
+        f"{name}: expected a head with all classes, got the sharded one inside a ClassParallel; "
+        f"use {instead}"
+    )
 
 
 def _counts(n: int, of: Shares | None, mesh: Any) -> tuple[int, ...]:
@@ -582,7 +646,7 @@ def _counts(n: int, of: Shares | None, mesh: Any) -> tuple[int, ...]:
     return (-(-n // mesh.size()),) * mesh.size() if of is None else of.counts
 
 
-def _check_head(head: Any) -> None:
+def _check_head(head: Any, mesh: Any) -> None:
     if isinstance(head, ClassParallel):
         raise TypeError("head: expected a plain head, got a ClassParallel")
     if isinstance(head, SavedModule) and not isinstance(head, Head):
@@ -601,6 +665,12 @@ def _check_head(head: Any) -> None:
             f"head: expected plain parameters, got a DTensor in {sharded[0]}; call "
             "ClassParallel(head, mesh) before fully_shard"
         )
+    device = next(head.parameters()).device.type
+    if device not in ("meta", mesh.device_type):
+        raise ValueError(
+            f"mesh: expected {device} devices, the device of the head, got {mesh.device_type}; "
+            "move the head with .to(device)"
+        )
 
 
 def _check_kind(kind: Any) -> None:
@@ -608,7 +678,7 @@ def _check_kind(kind: Any) -> None:
         raise TypeError(f"kind: expected a Head subclass, got {kind!r}")
 
 
-def _check_mesh(mesh: Any, head: Head) -> None:
+def _check_mesh(mesh: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
@@ -621,12 +691,6 @@ def _check_mesh(mesh: Any, head: Head) -> None:
         raise ValueError(
             f"mesh: expected one dimension, got {mesh.ndim}; select one of {names}, such as "
             'mesh["classes"]'
-        )
-    device = next(head.parameters()).device.type
-    if device not in ("meta", mesh.device_type):
-        raise ValueError(
-            f"mesh: expected {device} devices, the device of the head, got {mesh.device_type}; "
-            "move the head with .to(device)"
         )
 
 

@@ -231,17 +231,20 @@ class _Made:
         received = received_bytes(call, nbytes, self.ranks)
         self._exchanges.append(Exchange(what, call, when, rounds, received, floats, at_most))
 
-    def per_row(self, what: str, floats: int, most: int, when: str = "forward") -> None:
+    def per_row(
+        self, what: str, floats: int, most: int, when: str = "forward", copies: float = 1.0
+    ) -> None:
         """Adds an all-gather of ``floats`` numbers per row, one call per chunk of rows."""
         size = floats * self.n * self.float
         if when == "backward":
             # floats_per_row counts only what is sent before the gradient is known.
             floats = 0
-        self.add(what, "all_gather", size, when=when, rounds=self.chunks(most), floats=floats)
+        rounds = self.chunks(most, copies)
+        self.add(what, "all_gather", size, when=when, rounds=rounds, floats=floats)
 
-    def chunks(self, most: int) -> int:
+    def chunks(self, most: int, copies: float = 1.0) -> int:
         """Number of chunks of all rows, if a process has at most ``most`` classes."""
-        step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most)
+        step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most, copies)
         return max(1, -(-self.n // step))
 
     def loss(self, times: int = 1) -> None:
@@ -259,6 +262,8 @@ class _Made:
             if head.loss == "zlpr":
                 size = 2 * self.n * self.float
                 self.add("logsumexp of both terms", "all_gather", size, floats=2)
+            elif head._needs_dense_labels:
+                self.dense_labels(most)
             else:
                 self.loss()
             return
@@ -278,6 +283,16 @@ class _Made:
         else:
             self.softmax(most, float(getattr(head, "label_smoothing", 0.0)))
 
+    def dense_labels(self, most: int) -> None:
+        """Losses of each row; backward repeats the exchanges of sparsemax."""
+        size, chunks = self.n * self.float, self.chunks(most, self.head._copies)
+        for when in ("forward", "backward") if self.head.loss == "sparsemax" else ():
+            floats = 1 if when == "forward" else 0
+            what = "number of labels"
+            self.add(what, "all_reduce", size, when=when, rounds=chunks, floats=floats)
+            self.per_row("candidates", TOLD + 1, most, when, self.head._copies)
+        self.add("losses of rows", "all_reduce", size, floats=1)
+
     def clusters(self, family: ClustersFamily) -> None:
         head, (top, *tails) = self.head, family.table_sizes()
         self.per_row("logsumexp of the top", 1, -(-top // self.ranks))
@@ -296,12 +311,17 @@ class _Made:
                 self.softmax(-(-each // self.ranks), 1.0)
 
     def tree(self) -> None:
-        """The loss, and vectors of nodes that span two processes."""
+        """The loss, or that of each path, and vectors of nodes that span two processes."""
         head = self.head
         beyond = rows_beyond(head.tree, self.ranks)
         if any(beyond):
             self.looked_up(max(beyond), at_most=True)
-        self.loss()
+        if head.tree.overlaps:
+            paths = int(np.diff(head.tree.class_start).max())
+            size = paths * self.n * self.float
+            self.add("log-probabilities of paths", "all_reduce", size, floats=paths)
+        else:
+            self.loss()
 
     def drawn(self) -> None:
         """Gathered rows compared with each process's draws; backward recomputes the scores."""
@@ -353,11 +373,17 @@ class _Made:
                 self.add(what, "all_to_all", size, at_most=True)
 
     def shared_parameters(self, family: Family) -> None:
-        """Gradients of replicated parameters."""
+        """Gradients of replicated parameters, in one call."""
         names = {*family.names}
-        for name, each in self.head.named_parameters():
-            if name not in names and each.requires_grad:
-                self.add(f"gradient of {name}", "all_reduce", each.nbytes, when="backward")
+        sizes = [
+            each.nbytes
+            for name, each in self.head.named_parameters()
+            if name not in names and each.requires_grad
+        ]
+        if sizes:
+            self.add(
+                "gradients of replicated parameters", "all_reduce", sum(sizes), when="backward"
+            )
 
     def looked_up(self, classes: int, *, at_most: bool) -> None:
         """Lookups of ``classes`` class vectors, and their gradients."""

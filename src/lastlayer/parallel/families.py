@@ -19,19 +19,22 @@ from lastlayer._processes import (
     IGNORED,
     Layout,
     Shards,
+    all_in_all,
     gathered,
     in_all,
     local_part,
     sum_of_parts,
     summed,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype, without_autocast
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.cross_entropy import shaped
 from lastlayer.fused.function import RowScale
+from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.paths import TreeTables
+from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.sampled import Rule, sampled_loss
-from lastlayer.fused.scores import wide_scores
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.fused.spread import spread_logsumexp
 from lastlayer.heads import (
     AdaptiveImportanceSampling,
@@ -55,6 +58,7 @@ from lastlayer.parallel.lookup import looked_up
 from lastlayer.parallel.maps import (
     spread_log_entmax,
     spread_log_softmax,
+    spread_sparsemax_loss,
     spread_topk_log_softmax,
 )
 from lastlayer.parallel.sampler_tables import (
@@ -92,6 +96,17 @@ def swapped(module: torch.nn.Module, tensors: dict[str, Any]) -> Iterator[None]:
     finally:
         for held, last, tensor in reversed(before):
             held[last] = tensor
+
+
+@contextmanager
+def with_option(head: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an option of the head has another value."""
+    before = getattr(head, name)
+    setattr(head, name, value)
+    try:
+        yield
+    finally:
+        setattr(head, name, before)
 
 
 class Family:
@@ -132,6 +147,11 @@ class Family:
         """How each of these tables is sharded."""
         return [Shards.even(self.group, size) for size in self.table_sizes()]
 
+    @property
+    def scores_per_row(self) -> int:
+        """The most scores of one row that a process holds in :meth:`log_probs`."""
+        return max(shard.most for shard in self.shards)
+
     @cached_property
     def classes(self) -> Tensor:
         """The class ids of this process, one per column of :meth:`log_probs`."""
@@ -152,16 +172,23 @@ class Family:
     def shared_tensors(self) -> dict[str, Tensor]:
         """Replicated parameters, with gradients that are summed over processes."""
         names = {*self.names}
-        return {
-            name: in_all(each, self.group)
+        every = {
+            name: each
             for name, each in self.head.named_parameters()
             if name not in names and each.requires_grad
         }
+        made = all_in_all([*every.values()], self.group) if every else ()
+        return dict(zip(every, made, strict=True))
 
     def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
         """The loss of rows that all processes have, with this process's part of the gradients."""
-        with swapped(self.head, self.shared_tensors()):
-            made: Tensor = self.head(hidden, self.layout.rows_of(target), **given)
+        head, rows = self.head, self.layout.rows_of(target)
+        ignored = head.ignore_index
+        if ignored is not None and self.layout.step != 1:
+            # As a row, this number may be that of another class.
+            rows, ignored = rows.masked_fill(target == ignored, IGNORED), IGNORED
+        with swapped(head, self.shared_tensors()), with_option(head, "ignore_index", ignored):
+            made: Tensor = head(hidden, rows, **given)
             return made
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -184,17 +211,14 @@ class Family:
         """
         raise NotImplementedError
 
+    def ranks(self, rows: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What orders the classes of :meth:`Head.topk`, and their :meth:`log_probs`."""
+        logs = self.log_probs(rows, tensors)
+        return logs, logs
+
 
 class LinearFamily(Family):
-    """One vector per class: softmax, entmax, top-k softmax, and many labels."""
-
-    def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
-        super().__init__(head, mesh, assignment)
-        if isinstance(head, MultiLabel):
-            if head.loss == "sparsemax" or (head.loss == "asymmetric" and head.label_smoothing):
-                _refuse("loss='zlpr', 'bce' or 'asymmetric' without smoothing for MultiLabel", head)
-            if head.calibrator is not None:
-                _refuse("calibrator=None, since calibrators work in a single process", head)
+    """One vector per class: softmax, entmax and top-k softmax."""
 
     def chosen_layout(self, assignment: str) -> Layout:
         n_classes = self.head.n_classes
@@ -222,19 +246,83 @@ class LinearFamily(Family):
         raise NotImplementedError
 
     def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-        head, shard = self.head, self.shards[0]
+        head = self.head
         scores = wide_scores(rows, tensors["weight"], tensors.get("bias"))
         cap, temperature = head._softcap_and_temperature()
         if cap or temperature != 1.0:
             scores = shaped(scores, cap, temperature)[0]
-        if isinstance(head, MultiLabel):
-            alone: Tensor = head._log_probs(scores)
-            return alone
+        return self._normalised(scores)
+
+    def _normalised(self, scores: Tensor) -> Tensor:
+        """Log-probabilities from scores."""
+        head, shard = self.head, self.shards[0]
         if isinstance(head, EntmaxHead) and head.alpha != 1.0:
             return spread_log_entmax(shard, scores, head.alpha)
         if isinstance(head, TopKSoftmaxHead) and head.k < head.n_classes:
             return spread_topk_log_softmax(shard, scores, head.k)
         return spread_log_softmax(shard, scores)
+
+    def columns_of(self, classes: Tensor) -> Tensor:
+        """Columns of classes in this process; negative for classes of other processes."""
+        shard = self.shards[0]
+        place = self.layout.rows_of(classes) - shard.first
+        return torch.where((place >= 0) & (place < shard.here), place, ELSEWHERE)
+
+
+class LabelsFamily(LinearFamily):
+    """Many labels per row."""
+
+    def __init__(self, head: MultiLabel, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, assignment)
+        if head.calibrator is not None:
+            _refuse("calibrator=None, since calibrators work in a single process", head)
+
+    def ranks(self, rows: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scores = wide_scores(rows, tensors["weight"], tensors.get("bias"))
+        return scores, self._normalised(scores)
+
+    def _normalised(self, scores: Tensor) -> Tensor:
+        if self.head.loss == "sparsemax":
+            return spread_log_entmax(self.shards[0], scores, 2.0)
+        alone: Tensor = self.head._log_probs(scores)
+        return alone
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        if self.head._needs_dense_labels:
+            return self._dense_loss(hidden, target, **given)
+        return super().loss(hidden, target, **given)
+
+    def _dense_loss(self, rows: Tensor, target: Tensor, values: Tensor | None = None) -> Tensor:
+        """The loss from dense scores and labels of this process, a chunk of rows at a time."""
+        head, shard, n = self.head, self.shards[0], len(rows)
+        target, _, values = check_lists(
+            rows, head.n_classes, target, None, values, head.ignore_index, head.label_smoothing
+        )
+        place = torch.where(target == head.ignore_index, ELSEWHERE, self.columns_of(target))
+        lists = sorted_lists(place, None, values, n, shard.here, None, head.label_smoothing)
+
+        def losses_of(some: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            scores = wide_scores(some, weight, bias)
+            labels = torch.zeros_like(scores)
+            if shard.here:
+                labels = lists.dense(ids[:1], scores, head.label_smoothing)
+            if head.loss == "sparsemax":
+                return spread_sparsemax_loss(shard, scores, labels)
+            alone: Tensor = head._losses_of(scores, labels)
+            return alone
+
+        with without_autocast(rows):
+            tensors, ids = self.tensors(rows.dtype), torch.arange(n, device=rows.device)
+            chunks = [*row_chunks(rows, shard.most, head.chunk_rows, head._copies)]
+            operands = tensors["weight"], tensors.get("bias")
+            parts = in_chunks(losses_of, rows, [ids], operands, chunks)
+        counted = torch.ones(n, dtype=torch.bool, device=rows.device)
+        if head.loss == "sparsemax" and not head.label_smoothing:
+            # Rows without labels have no target distribution, and loss 0.
+            positive = target != head.ignore_index
+            counted = (positive if values is None else positive & (values > 0)).any(-1)
+        scale = RowScale.of(counted.to(parts.dtype), head.reduction, n)
+        return scale.reduce(sum_of_parts(parts, self.group), head.reduction)
 
 
 class SelfNormalizedFamily(LinearFamily):
@@ -436,12 +524,6 @@ class SampledFamily(LinearFamily):
             of_row, head.reduction
         )
 
-    def columns_of(self, classes: Tensor) -> Tensor:
-        """Columns of classes in this process; negative for classes of other processes."""
-        shard = self.shards[0]
-        place = self.layout.rows_of(classes) - shard.first
-        return torch.where((place >= 0) & (place < shard.here), place, ELSEWHERE)
-
 
 class SpelledFamily(Family):
     """Class vectors computed from spellings: each process computes those of its own classes."""
@@ -469,7 +551,7 @@ class SpelledFamily(Family):
             if not self._mine:
                 # An empty part, but still a function of the parameters: their gradients are summed
                 # over all processes.
-                total = torch.stack([each.sum() for each in head.cnn.parameters()]).sum()
+                total = torch.stack([each.sum() for each in head.parameters()]).sum()
                 return (total * 0.0).expand(0, head.in_features)
             made: Tensor = head._made_vectors()
             return made
@@ -664,8 +746,6 @@ class TreeFamily(Family):
 
     def __init__(self, head: HierarchicalSoftmax, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, assignment)
-        if head.tree.overlaps:
-            _refuse("a tree with one leaf per class, since path losses do not add up", head)
         if head.sparse:
             _refuse("sparse=False, since a DTensor has no row-sparse gradient", head)
         self._part: tuple[torch.device, TreeTables] | None = None
@@ -721,23 +801,49 @@ class TreeFamily(Family):
         head, counted = self.head, torch.ones_like(target, dtype=torch.bool)
         if head.ignore_index is not None:
             counted = target != head.ignore_index
+        paths, there = self._paths_of(target.masked_fill(~counted, 0))
+        losses = self._path_losses(hidden, paths, there & counted.unsqueeze(-1))
+        scale = RowScale.of(counted.to(losses.dtype), head.reduction, len(target))
+        if not head.tree.overlaps:
+            return sum_of_parts(scale.reduce(losses.squeeze(-1), head.reduction), self.group)
+        logs = (-sum_of_parts(losses, self.group)).masked_fill(~there, -torch.inf)
+        return scale.reduce(torch.where(counted, -logs.logsumexp(-1), 0.0), head.reduction)
+
+    def _paths_of(self, classes: Tensor) -> tuple[Tensor, Tensor]:
+        """The paths of each class ``(n, paths)``, and a mask that is False for padding."""
+        tables = self.head._tables
+        if not tables.overlaps:
+            return classes.unsqueeze(-1), torch.ones_like(classes, dtype=torch.bool).unsqueeze(-1)
+        first, end = tables.class_start[classes], tables.class_start[classes + 1]
+        steps = torch.arange(tables.most_paths, device=classes.device)
+        paths = first.unsqueeze(-1) + steps
+        there = paths < end.unsqueeze(-1)
+        return torch.where(there, paths, 0), there
+
+    def _path_losses(self, hidden: Tensor, paths: Tensor, asked: Tensor) -> Tensor:
+        """What this process's nodes add to the loss of each path; 0 where none is asked for."""
         tables, weight, bias = self._local()
-        known = target.masked_fill(~counted, 0)
-        here = tables.path_start[known + 1] > tables.path_start[known]
-        some = (here & counted).nonzero().squeeze(-1)
-        # Without a node on any path, the loss must still be a function of all parameters.
+        here = tables.path_start[paths + 1] > tables.path_start[paths]
+        rows, steps = (here & asked).nonzero(as_tuple=True)
+        # Without a node on any path, the losses must still be functions of all parameters.
         losses = (
             hidden[:, :0].sum(-1) + weight[:0].sum() + (0.0 if bias is None else bias[:0].sum())
         )
-        losses = in_dtype(losses, accumulation_dtype(hidden.dtype))
-        if len(some):
-            made = head._part_losses(tables, weight, bias, hidden[some], known[some])
-            losses = losses.index_add(0, some, made)
-        scale = RowScale.of(counted.to(losses.dtype), head.reduction, len(target))
-        return sum_of_parts(scale.reduce(losses, head.reduction), self.group)
+        losses = in_dtype(losses, accumulation_dtype(hidden.dtype)).unsqueeze(-1)
+        losses = losses.expand(paths.shape)
+        if len(rows):
+            made = self.head._part_losses(tables, weight, bias, hidden[rows], paths[rows, steps])
+            losses = losses.index_put((rows, steps), made)
+        return losses
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return super().tensors(accumulation_dtype(dtype))
+
+    @property
+    def scores_per_row(self) -> int:
+        # Every process gathers the scores of all nodes.
+        rows: int = self.head.weight.shape[0]
+        return rows
 
     def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         rows, mine = in_dtype(rows, accumulation_dtype(rows.dtype)), self.shards[0]
@@ -768,7 +874,7 @@ _FAMILIES: list[tuple[Any, Any]] = [
     (EntmaxHead, LinearFamily),
     (TopKSoftmaxHead, LinearFamily),
     (SelfNormalized, SelfNormalizedFamily),
-    (MultiLabel, LinearFamily),
+    (MultiLabel, LabelsFamily),
     (CharCNNSoftmax, SpelledFamily),
     (DifferentiatedSoftmax, BandsFamily),
     (AdaptiveSoftmax, ClustersFamily),

@@ -1,92 +1,60 @@
-"""Errors between processes: which rank does not answer, and which arguments disagree."""
+"""Whether processes have the same head, the same options and the same targets."""
 
-import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from lastlayer._processes import all_gathered
+from lastlayer._processes import all_gathered, named
 from lastlayer._torch import debugging, values_are_checked
 
-# After a collective call has failed, processes report within this many seconds that they are alive.
-_GRACE = 5.0
-# Key of these reports in the store of the process group.
-_KEY = "lastlayer/alive"
+
+def check_alike(module: Any) -> None:
+    """Raises an error in all processes if their heads differ in type, options or sizes."""
+    head = module.head
+    sizes = [(name, tuple(each.shape), each.dtype) for name, each in head.named_parameters()]
+    options = module.rows, module.assignment, module.even_rows
+    mine = _digest(f"{head!r}{sizes}{options}")
+    told = all_gathered(torch.tensor([mine], device=module.mesh.device_type), module.group)
+    _check_equal("head", "options of the head and the same sizes", told.flatten().tolist(), module)
 
 
-@contextmanager
-def named_errors(group: Any) -> Iterator[None]:
-    """A context that turns a failed collective call into an error that names the missing ranks."""
-    try:
-        yield
-    except (RuntimeError, dist.DistError) as error:
-        if not _is_of_the_network(error):
-            raise
-        raise RuntimeError(
-            f"ClassParallel: expected all {dist.get_world_size(group)} processes to take part, got "
-            f"no answer from {_missing(group)} (seen by process {dist.get_rank(group)}); resume "
-            f"from the last checkpoint, with any number of processes. {error}"
-        ) from error
-
-
-def _is_of_the_network(error: Exception) -> bool:
-    words = ("onnection", "imed out", "imeout", "gloo", "NCCL", "peer", "Socket")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def _missing(group: Any) -> str:
-    """Names the ranks that do not report within a few seconds."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{_KEY}/{group.group_name}/{rank}", "1")
-        waited, missing = 0.0, [*range(size)]
-        while missing and waited < _GRACE:
-            missing = [
-                each for each in missing if not store.check([f"{_KEY}/{group.group_name}/{each}"])
-            ]
-            if missing:
-                time.sleep(0.2)
-                waited += 0.2
-    except (RuntimeError, dist.DistError):
-        return "the process that hosts the store, usually rank 0"
-    if not missing:
-        return "a process in time, although all of them are alive: one has stalled"
-    return f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
-
-
-def agree(module: Any, rows: Tensor, ids: Tensor) -> None:
+def check_agreement(module: Any, rows: Tensor, ids: Tensor) -> None:
     """Inside ``lastlayer.debug()``, raises an error in all processes if their arguments disagree.
 
-    Compares the options of the head and, with shared rows, the targets; hidden states must be
-    finite.
+    Compares the options and the mode of the head and, unless rows are local, the number of rows and
+    the targets; hidden states must be finite.
     """
     if not debugging() or not values_are_checked(ids):
         return
-    config = module.head.config().items()
-    told_of = sorted((key, str(each)) for key, each in config if not isinstance(each, Tensor))
-    options = zlib.crc32(str(told_of).encode())
+    head = module.head
+    options = _digest(f"{head!r}{head.training}{torch.is_grad_enabled()}")
     finite = bool(rows.isfinite().all())
     digest = int((ids * torch.arange(1, ids.numel() + 1, device=ids.device).view(ids.shape)).sum())
-    mine = torch.tensor(
-        [options, int(finite), digest if module.rows == "shared" else 0], device=ids.device
-    )
-    told = all_gathered(mine, module.group).tolist()
-    wrong = [rank for rank, (_, is_finite, _) in enumerate(told) if not is_finite]
+    n = len(rows) if module.rows == "shared" or module.even_rows else 0
+    digest = digest if module.rows == "shared" else 0
+    mine = torch.tensor([options, finite, n, digest], device=ids.device)
+    told = all_gathered(mine, module.group).T.tolist()
+    wrong = [rank for rank, is_finite in enumerate(told[1]) if not is_finite]
     if wrong:
         raise ValueError(
-            f"hidden: expected finite numbers in every process, got inf or NaN in rank {wrong[0]}"
+            "hidden: expected finite numbers in every process, got inf or NaN in "
+            f"{named(wrong[:1], module.group)}"
         )
-    for place, name in ((0, "options of the head"), (2, "targets")):
-        values = [each[place] for each in told]
-        other = [rank for rank, value in enumerate(values) if value != values[0]]
-        if other:
-            raise ValueError(
-                f"{'head' if place == 0 else 'target'}: expected the same {name} in every process, "
-                f"got different ones in rank {other[0]} than in rank 0"
-            )
+    _check_equal("head", "options of the head", told[0], module)
+    _check_equal("hidden", "number of rows", told[2], module)
+    _check_equal("target", "targets", told[3], module)
+
+
+def _digest(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _check_equal(argument: str, what: str, values: list[int], module: Any) -> None:
+    other = [rank for rank, value in enumerate(values) if value != values[0]]
+    if other:
+        raise ValueError(
+            f"{argument}: expected the same {what} in every process, got different ones in "
+            f"{named(other[:1], module.group)} than in {named([0], module.group)}"
+        )

@@ -5,7 +5,7 @@ in the same chunks of rows. Only results are exchanged: the log-probabilities of
 k best classes, or draws.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Predictions:
         classes = self._classes_of_all()
         found = [
             _AllColumns.apply(logs, classes, self._family, some, of is None)
-            for _, some, logs in self._in_chunks(rows, of)
+            for _, some, logs in self._in_chunks(rows, of, self._family.log_probs)
         ]
         return torch.cat(found)
 
@@ -65,8 +65,8 @@ class Predictions:
     def best(self, rows: Tensor, k: int, of: Shares | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of the k best classes; ties go to the lower id."""
         found = []
-        for _, some, logs in self._in_chunks(rows, of):
-            values, classes = self._merged(logs, k)
+        for _, some, (ranks, logs) in self._in_chunks(rows, of, self._family.ranks):
+            values, classes = self._merged(ranks, logs, k)
             found.append((values[some], classes[some]))
         values, classes = map(torch.cat, zip(*found, strict=True))
         return values, classes
@@ -74,17 +74,19 @@ class Predictions:
     def draw(self, rows: Tensor, uniform: Tensor, of: Shares | None) -> Tensor:
         """Class ids from uniform numbers ``(all rows, n_samples)``; -1 for fully masked rows."""
         drawn = [
-            self._drawn(logs, uniform[part])[some] for part, some, logs in self._in_chunks(rows, of)
+            self._drawn(logs, uniform[part])[some]
+            for part, some, logs in self._in_chunks(rows, of, self._family.log_probs)
         ]
         return torch.cat(drawn)
 
     def _chunks(self, rows: Tensor) -> Iterator[slice]:
-        head: Any = self._family.head
-        most = max(shard.most for shard in self._family.shards)
-        return row_chunks(rows, most, getattr(head, "chunk_rows", "auto"), _COPIES)
+        chunk_rows = getattr(self._family.head, "chunk_rows", "auto")
+        return row_chunks(rows, self._family.scores_per_row, chunk_rows, _COPIES)
 
-    def _in_chunks(self, rows: Tensor, of: Shares | None) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields each chunk of rows, the own rows in it, and this process's log-probabilities."""
+    def _in_chunks(
+        self, rows: Tensor, of: Shares | None, function: Callable[..., Any]
+    ) -> Iterator[tuple[slice, slice, Any]]:
+        """Yields each chunk of rows, the own rows in it, and ``function(rows, tensors)``."""
         mine = slice(0, len(rows)) if of is None else of.mine
         tensors = self._family.tensors(rows.dtype)
         with without_autocast(rows):
@@ -92,7 +94,7 @@ class Predictions:
                 first, last = part.start, part.stop
                 begin = min(max(first, mine.start), last)
                 some = slice(begin - first, max(begin, min(last, mine.stop)) - first)
-                yield part, some, self._family.log_probs(rows[part], tensors)
+                yield part, some, function(rows[part], tensors)
 
     @property
     def _by_id(self) -> Tensor:
@@ -119,20 +121,25 @@ class Predictions:
         ids[: len(own)] = own
         return all_gathered(ids, self._group)
 
-    def _merged(self, logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best classes of all processes, from the k best of each."""
-        order, some = self._by_id, min(k, logs.shape[1])
-        values = logs.new_full((len(logs), k), -torch.inf)
-        classes = torch.full(values.shape, self._family.head.n_classes, device=logs.device)
+    def _merged(self, ranks: Tensor, logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best classes of all processes, from the k best of each, and their ``logs``."""
+        order, some = self._by_id, min(k, ranks.shape[1])
+        best = ranks.new_full((len(ranks), k), -torch.inf)
+        values = best if logs is ranks else torch.full_like(best, -torch.inf)
+        classes = torch.full(best.shape, self._family.head.n_classes, device=logs.device)
         if some:
-            values[:, :some], columns = top_classes(logs[:, order], some)
+            best[:, :some], columns = top_classes(ranks[:, order], some)
             classes[:, :some] = self._family.classes[order][columns]
-        values, classes = (
-            all_gathered(each, self._group).transpose(0, 1).flatten(1) for each in (values, classes)
-        )
-        by_id = classes.argsort(-1)
-        values, columns = top_classes(values.gather(-1, by_id), k)
-        return values, classes.gather(-1, by_id).gather(-1, columns)
+            if logs is not ranks:
+                values[:, :some] = logs[:, order].gather(-1, columns)
+        # Of several processes, in the order of class ids, to which ties go.
+        every = [best, classes] if logs is ranks else [best, classes, values]
+        every = [all_gathered(each, self._group).transpose(0, 1).flatten(1) for each in every]
+        by_id = every[1].argsort(-1)
+        every = [each.gather(-1, by_id) for each in every]
+        best, columns = top_classes(every[0], k)
+        values = best if logs is ranks else every[2].gather(-1, columns)
+        return values, every[1].gather(-1, columns)
 
     def _drawn(self, logs: Tensor, uniform: Tensor) -> Tensor:
         """Inverse transform sampling: first the process, then a class of that process."""

@@ -8,6 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from lastlayer._processes import Layout, Shards
+from lastlayer._processes import Layout, Shards, gathered_in_first, in_step
+from lastlayer._torch import as_numpy
 from lastlayer.heads import CharCNNSoftmax, Head, NoiseContrastive
+from lastlayer.heads.distributed import made_by_fsdp
 from lastlayer.parallel.sampler_tables import spreadable_tables, without_state
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
@@ -156,6 +159,7 @@ def _fill_others(head: Any, spread: set[str], seed: int, device: torch.device) -
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head.cnn.reset_parameters()
+            head._reset_correct()
     if isinstance(head, NoiseContrastive) and isinstance(head.log_z, Tensor):
         head.log_z.zero_()
 
@@ -165,15 +169,20 @@ def gathered_head(module: Any) -> Head:
     from lastlayer.parallel.families import swapped
 
     head, first, whole = module.head, dist.get_rank(module.group) == 0, {}
-    for name in module._family.names:
-        full = value_of(head, name).detach().full_tensor()
-        whole[name] = _in_classes(full, module._layout_of(name)) if first else full.to("meta")
+    with sharded_by_class(module):
+        for name in module._family.names:
+            value = value_of(head, name)
+            full = gathered_in_first(local_rows(value), value.shape, module.group)
+            whole[name] = _in_classes(full, module._layout_of(name)) if first else full
     with swapped(head, whole):
         config = {**head.config(), "device": "meta"}
         if spreadable_tables(config.get("sampler")):
             config["sampler"] = without_state(config["sampler"])
         made = type(head)(**config)
-        state = {name: each.detach().clone() for name, each in head.state_dict().items()}
+        state = {
+            name: each if name in whole else each.detach().clone()
+            for name, each in head.state_dict().items()
+        }
     if first:
         made.load_state_dict(state, assign=True)
         made._make_ready()
@@ -208,76 +217,106 @@ def _memory(path: Path, place: tuple[int, torch.Size, torch.dtype], mode: str) -
 
 def write_tables(module: Any, folder: Path) -> None:
     """Writes the state to one file, each process its own rows; then the config."""
-    head, group, family = module.head, module.group, module._family
-    first, path = dist.get_rank(group) == 0, folder / f"{_STATE}.part"
+    head, group, device = module.head, module.group, module.mesh.device_type
+    first = dist.get_rank(group) == 0
+    # Of the file's own name, since other groups of a larger mesh may save the same head.
+    path = folder / f"{_STATE}.part{dist.get_global_rank(group, 0)}"
     header, places = _header(head)
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.write(header)
-            file.truncate(max(len(header), *(
-                at + shape.numel() * dtype.itemsize for at, shape, dtype in places.values()
-            )))  # fmt: skip
-    dist.barrier(group)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"folder: expected one that all processes can access, got {folder}, where process "
-            f"{dist.get_rank(group)} does not find the file of the first process"
-        )
-    spread = {*family.names}
-    for name, value in head.state_dict().items():
-        place = places[name]
-        if not place[1].numel():
-            continue
-        if name in spread:
-            part, shard = local_rows(value), Shards.even(group, value.shape[0])
-            layout = module._layout_of(name)
-            rows = torch.arange(shard.first, shard.first + shard.here)
-            rows = rows if layout is None else layout.classes_at(rows)
-            if shard.here:
-                memory = _memory(path, place, "r+")
-                memory[rows.numpy()] = _as_bits(part)
-                memory.flush()
-        elif first:
+
+    def begin() -> None:
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(max(len(header), *(
+                    at + shape.numel() * dtype.itemsize for at, shape, dtype in places.values()
+                )))  # fmt: skip
+
+    def write() -> None:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"folder: expected one that all processes can access, got {folder}, where process "
+                f"{dist.get_rank()} does not find the file of the first process"
+            )
+        for name, place in places.items():
+            if place[1].numel():
+                _write(module, name, path, place)
+
+    def end() -> None:
+        if first:
+            path.replace(folder / _STATE)
+            head.save_config(folder)
+
+    with sharded_by_class(module):
+        for step in (begin, write, end):
+            in_step(step, group, device)
+
+
+def _write(module: Any, name: str, path: Path, place: Any) -> None:
+    """Writes this process's rows of a tensor; the first process writes those that are not sharded.
+
+    Args:
+        module: the ClassParallel.
+        name: name of the tensor in the state of the head.
+        path: the file.
+        place: offset in the file, shape and dtype.
+    """
+    value, group = value_of(module.head, name), module.group
+    if name not in {*module._family.names}:
+        if dist.get_rank(group) == 0:
             memory = _memory(path, place, "r+")
             memory[...] = _as_bits(value)
             memory.flush()
-    dist.barrier(group)
-    if first:
-        path.replace(folder / _STATE)
-        head.save_config(folder)
-    dist.barrier(group)
+        return
+    shard, layout = Shards.even(group, value.shape[0]), module._layout_of(name)
+    if not shard.here:
+        return
+    rows: Any = slice(shard.first, shard.first + shard.here)
+    if layout is not None and layout.step != 1:
+        rows = layout.classes_at(torch.arange(rows.start, rows.stop)).numpy()
+    memory = _memory(path, place, "r+")
+    memory[rows] = _as_bits(local_rows(value))
+    memory.flush()
+
+
+@contextmanager
+def sharded_by_class(module: Any) -> Iterator[None]:
+    """A context in which parameters are sharded by class alone, even if FSDP2 has sharded them too.
+
+    Raises:
+        ValueError: if FSDP2 shards them with those of a larger module.
+    """
+    if made_by_fsdp(type(module)):
+        module.unshard()
+    try:
+        if any(value_of(module.head, name).device_mesh.ndim != 1 for name in module._family.names):
+            raise ValueError(
+                "ClassParallel: expected parameters sharded by class, got some that fully_shard "
+                "has sharded together with a larger module; call fully_shard(head, mesh=...) for "
+                "the ClassParallel itself before the larger module"
+            )
+        yield
+    finally:
+        if made_by_fsdp(type(module)):
+            module.reshard()
 
 
 def _as_bits(values: Tensor) -> Any:
     values = values.detach().cpu().contiguous()
-    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+    # FSDP2 resizes the storage, which Tensor.numpy() would make impossible.
+    return as_numpy(values.view(torch.uint16) if values.dtype == torch.bfloat16 else values)
 
 
 def read_tables(
     kind: Any, folder: Path, mesh: Any, device: torch.device | str | None, options: dict[str, Any]
 ) -> Any:
     """Loads a saved head and shards it; each process reads its own rows."""
-    for name in (_CONFIG, _STATE):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"folder: expected {_CONFIG} and {_STATE}, as written by save, got {folder}, "
-                f"which has no {name}"
-            )
-    head: Any = Head.load_config(folder, device="meta")
-    module = kind(head, mesh, **options)
-    family, path = module._family, folder / _STATE
+    path = folder / _STATE
     device = torch.device(mesh.device_type) if device is None else torch.device(device)
-    known = _places_in(path)
-    expected = head.state_dict()
-    if missing := [name for name in expected if name not in known]:
-        raise ValueError(f"folder: expected {missing[0]} in {path}, got a file without it")
+    head, known = in_step(lambda: _opened(folder), mesh.get_group(), mesh.device_type)
+    module = kind(head, mesh, **options)
+    family, expected = module._family, head.state_dict()
     for name in expected:
-        if known[name][1] != expected[name].shape:
-            raise ValueError(
-                f"folder: expected {name} of shape {tuple(expected[name].shape)} in {path}, got "
-                f"{tuple(known[name][1])}"
-            )
         set_tensor(head, name, _read(module, name, path, known[name], device))
     for name, each in (*head.named_parameters(), *head.named_buffers()):
         if each.is_meta and name not in expected:
@@ -288,23 +327,45 @@ def read_tables(
     return module
 
 
+def _opened(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A head on the meta device from a folder, and where its tensors are in the file."""
+    for name in (_CONFIG, _STATE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"folder: expected {_CONFIG} and {_STATE}, as written by save, got {folder}, "
+                f"which has no {name}"
+            )
+    head, path = Head.load_config(folder, device="meta"), folder / _STATE
+    known = _places_in(path)
+    for name, each in head.state_dict().items():
+        if name not in known:
+            raise ValueError(f"folder: expected {name} in {path}, got a file without it")
+        if known[name][1] != each.shape:
+            raise ValueError(
+                f"folder: expected {name} of shape {tuple(each.shape)} in {path}, got "
+                f"{tuple(known[name][1])}"
+            )
+    return head, known
+
+
 def _read(module: Any, name: str, path: Path, place: Any, device: torch.device) -> Any:
     """Reads a tensor from a file, or this process's rows of it if it is sharded."""
     family, (_, shape, dtype) = module._family, place
     values = _memory(path, place, "r") if shape.numel() else np.empty(tuple(shape))
     if name not in {*family.names}:
-        return _as_tensor(values[...], dtype).to(device)
+        return _as_tensor(np.array(values), dtype).to(device)
     shard, layout = Shards.even(family.group, shape[0]), module._layout_of(name)
     rows = torch.arange(shard.first, shard.first + shard.here)
     if layout is not None and layout.step != 1:
+        # Indexing with an array copies.
         part = values[layout.classes_at(rows).numpy()]
     else:
-        part = values[shard.first : shard.first + shard.here]
+        part = np.array(values[shard.first : shard.first + shard.here])
     return _from_part(_as_tensor(part, dtype).to(device), module.mesh, shape)
 
 
 def _as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
-    made = torch.from_numpy(np.array(values))
+    made = torch.from_numpy(values)
     return made.view(dtype) if dtype == torch.bfloat16 else made.to(dtype)
 
 

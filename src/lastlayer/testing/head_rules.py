@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from lastlayer._processes import is_dtensor
 from lastlayer._torch import accumulation_dtype
 from lastlayer.heads import Head, prepare_ddp
 from lastlayer.testing.suite import INTEGERS, REDUCTIONS, Suite
@@ -43,6 +44,14 @@ class HeadSuite(Suite):
         if not isinstance(self.given, torch.nn.Module):
             with self.same_chance():
                 self.given = self.given()
+        sharded = [name for name, each in self.given.named_parameters() if is_dtensor(each)]
+        if sharded:
+            # Its loss covers the rows of all processes, which these rules do not know.
+            raise TypeError(
+                f"head: expected plain parameters, got a DTensor in {sharded[0]}; check the head "
+                "before it is sharded, or ClassParallel.gather() in the first process, and compare "
+                "losses and gradients of the sharded head with those of the plain one"
+            )
 
     @property
     def n_classes(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty_array
 from lastlayer.kernels._cpu_math import (
     BLOCK,
@@ -35,13 +36,14 @@ def best(
     scores = _capped(scores, bias, softcap)
     rows = as_rows(scores)
     (values, made), (classes, ids) = (
-        empty_array((len(rows), k), dtype) for dtype in (scores.dtype, torch.int64)
+        empty_array((len(rows), k), dtype)
+        for dtype in (accumulation_dtype(scores.dtype), torch.int64)
     )
     total = np.zeros(len(rows), rows.dtype)
     if rows.size:
         scale = 1.0 / temperature
         _best_rows(*rows.shape, rows, scale, normalised, values, classes, total)
-    return made, ids, torch.from_numpy(total)
+    return in_dtype(made, scores.dtype), ids, torch.from_numpy(total)
 
 
 def draw(
