@@ -172,8 +172,8 @@ def _compare(
     from lastlayer.lab.report import write_report
     from lastlayer.lab.show import print_summary
 
-    console = Console()
-    done = run(options, out, resume=resume, quiet=quiet or as_json, console=console, ray=ray)
+    console = Console(quiet=quiet or as_json)
+    done = run(options, out, resume=resume, console=console, ray=ray)
     page = write_report(out)
     if as_json:
         runs = [{k: v for k, v in each.items() if k != "explorer"} for each in done.results]
