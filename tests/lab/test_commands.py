@@ -93,6 +93,16 @@ def test_the_program_lists_every_command():
         (["plan", "--classes", "9" * 12, "--hidden", "4", "--rows", "2"], "at most 20,000,000"),
         (["compare", "--task", "multilabel", "--model", "lstm"], "expected bag for --task"),
         (["compare", "--seeds", "9" * 12], "--seeds: expected at most 10,000"),
+        (["compare", "--model", "bag", "--layers", "2"], "--layers: expected none for a bag"),
+        (["compare", "--encoding", "latin-1"], "--encoding: expected none for data that is no"),
+        (
+            ["plan", "--classes", "9", "--dtype", "float16"],
+            "--dtype: expected it only with --ranks",
+        ),
+        (
+            ["plan", "--classes", "9", "--ranks", "2", "--seconds", "1"],
+            "--seconds: expected it only",
+        ),
         (["compare", "--threads", "100000"], "--threads: expected at most 1,024"),
         (["compare", "text.txt", "--encoding", "utf-9"], "text.txt: --encoding: expected the name"),
         (["compare", "text.txt", "--width", "9" * 12], "--width: expected a model that fits"),

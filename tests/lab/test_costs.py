@@ -45,7 +45,7 @@ class Hungry(FullSoftmax):
 def run(out: Path, *, data: Path | None = None, resume: bool = False, **options) -> Compared:
     given = {"budget": "1steps", "seeds": 1, "model": "bag", "width": 8, "batch": 4, "length": 8}
     asked = CompareOptions(data=str(data), **{**given, **options}) if data else CompareOptions()
-    return compare(asked, out, resume=resume, quiet=True, console=Console(quiet=True))
+    return compare(asked, out, resume=resume, console=Console(quiet=True))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -198,6 +198,21 @@ def test_hidden_states_of_wrong_shapes(tmp_path, arrays, message):
 
 
 @pytest.mark.parametrize(
+    "option", [{"vocab_size": 5}, {"min_count": 2}, {"encoding": "latin-1"}], ids=str
+)
+def test_options_that_do_not_apply_are_refused(tmp_path, option):
+    (name,) = option
+    told = f"{name}: expected none for data "
+    assert told in broken(tmp_path, "a.svm", "1 1:2\n2 3:4\n" * 10, **option)
+    np.savez(tmp_path / "a.npz", hidden=np.eye(20), target=np.arange(20) % 2)
+    with pytest.raises(DataError, match=told):
+        load(tmp_path / "a.npz", **option)
+    if name != "encoding":
+        numbers = [{"x": i, "label": f"l{i % 2}"} for i in range(20)]
+        assert told in broken(tmp_path, "a.jsonl", numbers, features="x", **option)
+
+
+@pytest.mark.parametrize(
     "line", ["1,2 3:x", "1,2 3", "1 3:1:2", "1 3:1 3:2", "1 3:1 2:2", "1 -3:1", "x 3:1", "1.5 3:1"]
 )
 def test_broken_svmlight(tmp_path, line):

@@ -157,7 +157,7 @@ def compare(
     )  # fmt: skip
     try:
         options = options_of(options, folder, resume)
-        done = conduct(options, folder, make, quiet=not progress, console=Console(), ray=ray)
+        done = conduct(options, folder, make, console=Console(quiet=not progress), ray=ray)
     except BaseException as error:
         if out is None and not (folder / "compare.json").exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -58,16 +58,14 @@ def compare(
     out: Path,
     *,
     resume: bool,
-    quiet: bool,
     console: Console,
     ray: str | None = None,
 ) -> Compared:
     """Compare heads on the data in the options; ``ray`` is the address of a cluster, if any."""
     options = options_of(options, out, resume)
-    output = Console(quiet=True) if quiet else console
 
     def make(settled: Settled, device: torch.device) -> Subject:
-        output.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
+        console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
         data = settled.read()
         subject = _of_data(data, options.settled(data.task), device)
         if subject.model.kind == IDENTITY:
@@ -83,7 +81,7 @@ def compare(
                     )
         return subject
 
-    return conduct(options, out, make, quiet=quiet, console=console, ray=ray)
+    return conduct(options, out, make, console=console, ray=ray)
 
 
 def conduct(
@@ -91,7 +89,6 @@ def conduct(
     out: Path,
     make: Make,
     *,
-    quiet: bool,
     console: Console,
     ray: str | None = None,
 ) -> Compared:
@@ -112,22 +109,21 @@ def conduct(
         lock = records.Lock(out)
         open_things.callback(lock.release)
         try:
-            output = Console(quiet=True) if quiet else console
-            bench, specs = _prepare(options, out, make(settled, device), device, output)
+            bench, specs = _prepare(options, out, make(settled, device), device, console)
         except BaseException:
             lock.release()
             if new:
                 with suppress(OSError):
                     out.rmdir()
             raise
-        watching = watcher(console, specs, settled.seeds, quiet=quiet)
+        watching = watcher(console, specs, settled.seeds)
         open_things.callback(watching.close)
         # Garbage is collected after each run; objects that exist before the first need no scan.
         gc.collect()
         gc.freeze()
         open_things.callback(gc.unfreeze)
         # Ctrl-C is acknowledged with --quiet, too.
-        say = partial(typer.echo, err=True) if quiet else watching.says
+        say = partial(typer.echo, err=True) if console.quiet else watching.says
         with _interruptible(say) as stopped:
             results = run_all(bench, specs, settled.seeds, watching, stopped)
             costs = None

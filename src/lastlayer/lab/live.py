@@ -312,9 +312,9 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.4g}"
 
 
-def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: bool) -> Watcher:
+def watcher(out: Console, specs: list[HeadSpec], seeds: list[int]) -> Watcher:
     """The watcher that suits the console."""
-    if quiet:
+    if out.quiet:
         return Watcher()
     if out.is_terminal:
         return LiveTable(out, specs, seeds)

@@ -164,6 +164,10 @@ class CompareOptions:
                 f"--model: expected bag for --task {task}, got {model!r}; rows of features "
                 "have no order to read them in"
             )
+        if self.layers is not None and model == "bag":
+            raise LabError(
+                f"--layers: expected none for a bag backbone, which has one, got {self.layers}"
+            )
         finds_rate = self.lr in (None, AUTO)
         first = whole("--seed", self.seed, 1, least=0, most=MOST_SEED)
         seeds = whole("--seeds", self.seeds, 3, most=MOST_SEEDS)

@@ -555,7 +555,7 @@ def _names(heads: Sequence[str]) -> alt.Y:
     narrow = "containerSize()[0] < 500"
     short, long = (json.dumps({head: two_lines(head, n) for head in heads}) for n in _LINES)
     axis = alt.Axis(
-        labelLimit=alt.ExprRef(f"{narrow} ? 150 : 260"),
+        labelLimit=alt.ExprRef(f"{narrow} ? 165 : 260"),
         labelExpr=f"({narrow} ? {short} : {long})[datum.label]",
         labelFontSize=alt.ExprRef(f"{narrow} ? 11 : 12"),
         labelLineHeight=13, grid=False, labelPadding=10,

@@ -1,0 +1,5 @@
+"""``python -m lastlayer`` is the command ``lastlayer``."""
+
+from lastlayer.cli import main
+
+main()
