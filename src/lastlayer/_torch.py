@@ -18,6 +18,7 @@ import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _P = ParamSpec("_P")
@@ -71,6 +72,8 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def is_eager(tensor: Tensor) -> bool:
     """Whether this is a plain eager call: no compiler, transform, dispatch mode or subclass.
 
+    Nor forward mode, in which a tensor may have a tangent that kernels do not see.
+
     Functions are then called directly, which saves the host time of torch's dispatcher.
     """
     return (
@@ -79,6 +82,7 @@ def is_eager(tensor: Tensor) -> bool:
         and not torch.compiler.is_dynamo_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
+        and not forward_mode_is_active()
     )
 
 
@@ -158,8 +162,21 @@ def apply_of(function: type[torch.autograd.Function]) -> Any:
 
 
 def transforms_are_active() -> bool:
-    """Whether a compiler or a ``torch.func`` transform must see an autograd function."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    """Whether a compiler, a transform of ``torch.func`` or forward mode must see a function."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_mode_is_active()
+    )
+
+
+def forward_mode_is_active() -> bool:
+    """Whether this call is inside ``torch.autograd.forward_ad.dual_level()``.
+
+    Tensors then may have a tangent without ``requires_grad``. An autograd function raises an error
+    for it, whereas a kernel that is called directly would drop it.
+    """
+    return forward_ad._current_level >= 0
 
 
 def is_functorch_wrapped(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 from unfused import (
     LOSSES,
@@ -315,6 +316,18 @@ class TestLists:
         value = linear_topk_softmax_loss(*problem, k=3, chunk_rows=5)
         _, of_weight, _ = gradients(value, problem)
         assert not of_weight[~touched].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@with_each_loss
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"chunk_rows": 2}], ids=str)
+def test_a_tangent_is_not_dropped(loss, options):
+    """Forward mode needs no requires_grad: without an error the derivative would be missing."""
+    hidden, weight, target, bias = (each.detach() for each in make_problem(N, D, V))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(hidden, torch.randn_like(hidden))
+        with pytest.raises(RuntimeError, match=r"jvp|forward AD"):
+            loss(dual, weight, target, bias, **options)
 
 
 class TestWeightGrad:

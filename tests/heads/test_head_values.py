@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -277,3 +278,23 @@ def test_a_class_without_occurrences_gets_half_a_count(scale, zero):
     head.init_bias_from_counts(counts)
     counts[0] = zero
     torch.testing.assert_close(head.bias.detach().exp(), counts / counts.sum())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("kind", [FullSoftmax, EntmaxHead])
+def test_forward_mode_of_a_frozen_head(kind):
+    """The derivative of log_prob along a direction, or an error, but not a result without it."""
+    head = kind(3, 5, dtype=torch.float64).requires_grad_(False)
+    hidden, along = torch.randn(2, 4, 3, dtype=torch.float64)
+    classes = torch.tensor([0, 1, 2, 3])
+    for chosen in (None, classes):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(hidden, along)
+            if kind is EntmaxHead:
+                with pytest.raises(RuntimeError, match=r"jvp|forward AD"):
+                    head.log_prob(dual, chosen)
+                continue
+            made = forward_ad.unpack_dual(head.log_prob(dual, chosen)).tangent
+        step = 1e-6 * along
+        slope = head.log_prob(hidden + step, chosen) - head.log_prob(hidden - step, chosen)
+        torch.testing.assert_close(made, slope / 2e-6, rtol=1e-5, atol=1e-6)

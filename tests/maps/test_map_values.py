@@ -9,8 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
-from lastlayer import Entmax, Sparsemax, TopKSoftmax, entmax, sparsemax, topk_softmax
+from lastlayer import (
+    Entmax,
+    Sparsemax,
+    TopKSoftmax,
+    entmax,
+    entmax_support,
+    sparsemax,
+    topk_softmax,
+)
 
 ALPHAS = (1.0, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0)
 MAPS = {
@@ -218,3 +227,15 @@ def test_a_gradient_does_not_depend_on_where_memory_lies(alpha):
             (gradient,) = torch.autograd.grad(entmax(scores, alpha), scores, upstream)
             seen.add(tuple(gradient.flatten().tolist()))
         assert len(seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize(
+    "function", [sparsemax, entmax, partial(topk_softmax, k=3), lambda s: entmax_support(s)[0]]
+)
+def test_a_tangent_without_requires_grad_is_not_dropped(function):
+    scores = torch.randn(2, 5)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(scores, torch.randn_like(scores))
+        with pytest.raises(RuntimeError, match="jvp"):
+            function(dual)

@@ -22,6 +22,7 @@ from lastlayer import kernels
 from lastlayer._torch import (
     accumulation_dtype,
     apply_of,
+    forward_mode_is_active,
     gradient_sum_dtype,
     graph_is_kept,
     in_dtype,
@@ -201,7 +202,7 @@ def fused_loss(
     if in_functorch():
         first, _, *rest = _TransformedLoss.apply(engine, options, reduction, wanted, *operands)
         return first, *rest[: engine.statistics(options)]
-    if True not in wanted:
+    if True not in wanted and not forward_mode_is_active():
         result = engine.invoke(Call(operands, options, reduction, wanted))
         return result.loss, *result.statistics
     apply = _FusedLoss.apply if transforms_are_active() else _apply
