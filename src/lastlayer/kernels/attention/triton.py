@@ -262,7 +262,9 @@ def _scores(states, keys, row, column, low, high, mask, mask_row, mask_column, n
     if EDGE:
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
         if MASK > 0:
-            place = mask + row[:, None].to(tl.int64) * mask_row + column[None, :] * mask_column
+            # A transposed mask has wide columns.
+            place = mask + column[None, :].to(tl.int64) * mask_column
+            place += row[:, None].to(tl.int64) * mask_row
             there = (row < n)[:, None] & (column < m)[None, :]
             if MASK == 1:
                 allowed = allowed & (tl.load(place, mask=there, other=0) != 0)
