@@ -65,9 +65,10 @@ class ClassParallel(Head):
     .. math:: \log \sum_c e^{\theta_c} = \log \sum_r e^{\ell_r}, \qquad
               \ell_r = \log \sum_{c \in r} e^{\theta_c}
 
-    In training scores are never sent. A softmax exchanges one number per row, entmax the few candidates of each
-    process, binary losses nothing. Hidden states are all-gathered, and their gradients are
-    reduce-scattered. Sampled heads keep the rows in place and fetch the vectors of their draws.
+    In training scores are never sent. A softmax exchanges one number per row, entmax the few
+    candidates of each process, binary losses nothing. Hidden states are all-gathered, and their
+    gradients are reduce-scattered. Sampled heads keep the rows in place and fetch the vectors of
+    their draws.
     :func:`lastlayer.parallel.plan` computes the bytes.
 
     Choose it if the class vectors or their gradients are too large for one device, or if a step has
