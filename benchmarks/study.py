@@ -139,7 +139,7 @@ def run(data: Path, name: str, out: Path, kept: Path) -> bool:
     study = STUDIES[name]
     options = replace(study.options, data=str(data / study.data))
     made = comparison.compare(
-        options, out, resume=(out / "compare.json").is_file(), quiet=False, console=Console(),
+        options, out, resume=(out / "compare.json").is_file(), console=Console(),
     )  # fmt: skip
     text = json.dumps(pack(out)).replace(str(data), "DATA")
     (kept / f"{name}.json").write_text(text + "\n", encoding="utf-8")

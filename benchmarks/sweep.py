@@ -83,6 +83,7 @@ REASONS = {
     "fenchel_young_loss": "computed in float32, torch's code in the dtype of the scores",
     "learnable alpha": "powers with one exponent per row, and the gradient of alpha",
     "dim 0": "the scores are transposed and back",
+    "asymmetric_loss": "another function: two logarithms and four divisions per score",
     "linear_topk": _AGAIN,
     "linear_entmax": "the host waits for the lists of classes in the support",
     "head entmax: step": "the host waits for the lists of classes in the support",

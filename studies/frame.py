@@ -189,7 +189,7 @@ def run(name: str, options: Options, out: Path) -> Path:
         "machine": machine.device_record(options.device),
         "wall_seconds": round(time.perf_counter() - wall, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
-        "load": machine.load(),
+        "load": machine.load_per_core(),
         "found": rounded(found),
     }
     picture = draw(study, kept["found"])

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,9 +158,7 @@ def test_doctor_shows_each_gpu_and_where_dtypes_differ():
     assert "no numba" in shown
 
 
-def test_the_module_runs_as_a_script():
-    path = Path(sys.modules["lastlayer.cli"].__file__)
-    ran = subprocess.run(
-        [sys.executable, str(path), "--help"], capture_output=True, text=True, check=True
-    )
+def test_the_package_runs_as_a_module():
+    words = [sys.executable, "-m", "lastlayer", "--help"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "doctor" in ran.stdout

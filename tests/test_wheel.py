@@ -71,7 +71,7 @@ def bare(tmp_path_factory):
 
 
 def run(python, words, folder):
-    command = [python, "-I", "-m", "lastlayer.cli", *words]
+    command = [python, "-I", "-m", "lastlayer", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 

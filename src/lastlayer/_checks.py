@@ -28,7 +28,10 @@ REDUCTIONS = ("mean", "sum", "none")
 # The dtypes of the kernels. float8 is a floating dtype too, but torch has few operations for it.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NUMBER_OR_TENSOR = "a number or a floating tensor"
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (
+    torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+)  # fmt: skip
 
 
 def check_int(

@@ -129,7 +129,7 @@ def render(report: dict[str, Any], out: Console) -> None:
     for device in report["devices"]:
         parts = [device.get("name"), device.get("capability")]
         if "threads" in device:
-            parts.append(f"{device['threads']} threads")
+            parts.append(f"{device['threads']} thread{'s' * (device['threads'] != 1)}")
         if "memory_bytes" in device:
             parts.append(f"{device['memory_bytes'] / 2**30:.0f} GiB")
         devices.add_row(device["device"], ", ".join(part for part in parts if part))

@@ -161,15 +161,16 @@ def _check_offsets(offsets: Any, positives: Tensor, n_rows: int) -> Tensor:
             f"positives: expected shape (k,) with offsets, got {tuple(positives.shape)}"
         )
     check_device("offsets", offsets, positives, "positives")
-    if values_are_checked(offsets):
-        ends = (int(offsets[0]), int(offsets[-1]))
-        if ends != (0, positives.shape[0]) or bool((offsets[1:] < offsets[:-1]).any()):
-            got = offsets.tolist() if len(offsets) <= 8 else f"{ends[0]} to {ends[1]}"
+    # Converted first: torch compares few of the unsigned integers.
+    whole: Tensor = offsets.long()
+    if values_are_checked(whole):
+        ends = (int(whole[0]), int(whole[-1]))
+        if ends != (0, positives.shape[0]) or bool((whole[1:] < whole[:-1]).any()):
+            got = whole.tolist() if len(whole) <= 8 else f"{ends[0]} to {ends[1]}"
             raise ValueError(
                 f"offsets: expected to increase from 0 to {positives.shape[0]}, the number of "
                 f"positives, got {got}"
             )
-    whole: Tensor = offsets.long()
     return whole
 
 

@@ -167,12 +167,12 @@ def is_functorch_wrapped(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_vmapped(tensor: Tensor | None) -> bool:
+def is_vmapped(tensor: Tensor) -> bool:
     """Whether ``tensor`` is batched: under ``vmap``, or in a batched backward pass.
 
-    ``tensor`` may be None, an undefined upstream gradient. True in every ``torch.func`` transform.
+    True in every ``torch.func`` transform.
     """
-    wrapped = tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
+    wrapped: bool = torch._C._functorch.is_legacy_batchedtensor(tensor)
     return wrapped or torch._C._are_functorch_transforms_active()
 
 

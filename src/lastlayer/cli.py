@@ -51,7 +51,3 @@ def doctor(
         typer.echo(json.dumps(report, indent=2))
     else:
         _doctor.render(report, Console())
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from lastlayer import entmax
-from lastlayer.attention import AttentionPooling, SparseMultiheadAttention, plot_attention
+from lastlayer.attention import (
+    AttentionPooling,
+    SparseMultiheadAttention,
+    attention_weights,
+    plot_attention,
+    sparse_attention,
+)
 
 D, HEADS = 12, 3
 OPTIONS = {
@@ -83,6 +89,34 @@ def test_weights_do_not_change_the_output(options, is_causal, learn):
         assert not weights[..., :8][..., causal].any()
 
 
+@pytest.mark.parametrize("learn", [False, True])
+def test_arguments_and_weights_of_the_layer_of_torch(learn):
+    """Options may be given by position; a state_dict without alphas leaves them as they are."""
+    theirs = nn.MultiheadAttention(D, HEADS, 0.25, False, True)
+    ours = SparseMultiheadAttention(D, HEADS, 0.25, False, True, alpha=1.7, learn_alpha=learn)
+    assert (ours.dropout, ours.in_proj_bias) == (0.25, None)
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours.in_proj_weight, theirs.in_proj_weight)
+    torch.testing.assert_close(ours.bias_k, theirs.bias_k)
+    alpha = ours.alpha()
+    assert alpha == 1.7 if not learn else bool((alpha.sub(1.7).abs() < 1e-6).all())
+    if learn:
+        with torch.no_grad():
+            ours.alpha.log_excess.fill_(0.0)
+        again = SparseMultiheadAttention(D, HEADS, 0.25, False, True, learn_alpha=True)
+        again.load_state_dict(ours.state_dict())
+        torch.testing.assert_close(again.alpha(), torch.full((HEADS,), 2.0))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_mask_of_a_wider_dtype(need_weights):
+    layer = SparseMultiheadAttention(D, HEADS, batch_first=True, dtype=torch.bfloat16)
+    text, mask = torch.randn(2, 4, D), torch.randn(4, 4)
+    out, _ = layer(*[text.bfloat16()] * 3, need_weights=need_weights, attn_mask=mask)
+    wanted, _ = layer.float()(text, text, text, attn_mask=mask)
+    torch.testing.assert_close(out.float(), wanted, rtol=0.05, atol=0.05)
+
+
 def test_without_a_batch():
     ours, theirs = layers({}, alpha=1.0)
     text = torch.randn(5, D)
@@ -129,12 +163,29 @@ def test_an_encoder_layer_of_torch_takes_it_in_evaluation_too():
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
-    [("attn_mask", torch.ones(3, 3)), ("key_padding_mask", torch.zeros(2, 3, dtype=torch.bool))],
+    ("name", "given", "message"),
+    [
+        ("attn_mask", torch.ones(3, 3), "expected shape"),
+        ("key_padding_mask", torch.zeros(2, 3, dtype=torch.bool), "expected shape"),
+        # As a tokenizer makes them, with 1 for words: added to the scores they would do nothing.
+        ("key_padding_mask", torch.ones(2, 8, dtype=torch.int64), "expected bool"),
+        ("attn_mask", torch.ones(6, 8, dtype=torch.uint8), "expected bool"),
+        ("attn_mask", [[True]], "expected a torch.Tensor"),
+        ("query", torch.zeros(6, 2, D + 1), r"expected \(length, batch, 12\) or \(length, 12\)"),
+        ("key", torch.zeros(8, 3, D), "expected the batch of query|expected the batch and length"),
+        ("value", torch.zeros(7, 2, D), "expected the batch and length of key"),
+        ("value", torch.zeros(8, 2, D, dtype=torch.int64), "expected a floating dtype"),
+    ],
 )
-def test_masks_of_wrong_shapes_are_named(name, given):
-    with pytest.raises(ValueError, match=f"{name}: expected shape"):
-        SparseMultiheadAttention(D, HEADS)(*inputs({}), **{name: given})
+def test_wrong_inputs_are_named(name, given, message):
+    arguments = dict(zip(("query", "key", "value"), inputs({}), strict=True)) | {name: given}
+    with pytest.raises((ValueError, TypeError), match=message):
+        SparseMultiheadAttention(D, HEADS)(**arguments)
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="num_heads: expected a divisor of embed_dim=12, got 5"):
+        SparseMultiheadAttention(D, 5)
 
 
 @pytest.mark.parametrize("n_queries", [1, 2])
@@ -161,6 +212,49 @@ def test_pooling(n_queries, learn):
     torch.testing.assert_close((found.values.unsqueeze(-1) * torch.stack(seen)).sum(-2), out)
     hidden[0, 4:] = 7.0
     torch.testing.assert_close(pool(hidden, mask), out)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "mask", "message"),
+    [
+        (torch.zeros(3, D), None, r"hidden: expected \(batch, length, 12\)"),
+        (torch.zeros(3, 9, D + 1), None, r"hidden: expected \(batch, length, 12\)"),
+        # It would be added to the scores.
+        (torch.zeros(3, 9, D), torch.ones(3, 9), "mask: expected bool"),
+        (torch.zeros(3, 9, D), torch.ones(3, 8, dtype=torch.bool), r"mask: expected .*\(3, 9\)"),
+    ],
+)
+def test_wrong_inputs_of_pooling_are_named(hidden, mask, message):
+    for call in (AttentionPooling(D), AttentionPooling(D).weights):
+        with pytest.raises(ValueError, match=message):
+            call(hidden, mask)
+
+
+def test_pooling_under_autocast():
+    """Keys come from a layer, in the dtype of autocast; the query is a parameter."""
+    pool, hidden = AttentionPooling(D), torch.randn(2, 5, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = pool(hidden)
+        out.float().sum().backward()
+        assert pool.weights(hidden).counts.shape == (2,)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), pool(hidden), rtol=0.05, atol=0.05)
+
+
+def test_a_picture_of_what_was_found():
+    query, key = torch.randn(2, 1, 2, 4, 8).unbind()
+    found = attention_weights(query, key, alpha=2.0)
+    dense = found.to_dense(4)
+    values = torch.eye(4).expand(1, 2, 4, 4)
+    torch.testing.assert_close(dense, sparse_attention(query, key, values, alpha=2.0))
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    # A dollar sign would begin a formula.
+    ax = plot_attention(dense[0, 1], list("abcd"), ["it", "costs", "$5_", "$^"])
+    ax.figure.canvas.draw()
+    assert len(ax.texts) == int(found.counts[0, 1].sum())
+    pyplot.close(ax.figure)
+    with pytest.raises(TypeError, match=r"weights: expected a torch\.Tensor, got Att"):
+        plot_attention(found, list("abcd"), list("abcd"))
 
 
 def test_a_picture_of_words():

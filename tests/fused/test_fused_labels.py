@@ -166,7 +166,7 @@ def test_csr_is_the_same_as_padded(name, soft):
 
 
 @with_each_loss
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.uint16])
 def test_lists_of_any_integers(name, dtype):
     hidden, weight, lists, bias = made((4,), 4, 30, 3)
     lists[lists == PAD] = 0

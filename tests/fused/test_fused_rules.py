@@ -346,6 +346,20 @@ class TestWeightGrad:
         assert weight.grad is None
         assert bias.grad.dtype == dtype
 
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_in_float16_with_frozen_hidden_and_no_bias(self, reduction):
+        """No gradient is left for autograd, and that of the weight has been scaled already."""
+        hidden, weight, target, _ = make_problem(N, D, V, bias=False, dtype=torch.float16)
+        into = torch.zeros(V, D)
+        loss = linear_cross_entropy(
+            hidden.detach(), weight, target, reduction=reduction, weight_grad=into
+        )
+        loss.sum().backward()
+        exact = hidden.detach().double(), weight.detach().double().requires_grad_(), target, None
+        truth = unfused(cross_entropy, *exact, reduction=reduction).sum()
+        (of_weight,) = torch.autograd.grad(truth, exact[1])
+        torch.testing.assert_close(into.double(), of_weight, rtol=1e-4, atol=1e-6)
+
     def test_weight_grad_itself_over_several_steps(self):
         problem = make_problem(N)
         weight = problem[1]

@@ -52,6 +52,24 @@ def test_only_the_loss_has_a_gradient():
     assert not any(each.requires_grad for each in known[1:])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_without_an_upstream_gradient_has_none_itself(reduction):
+    """Autograd passes None, not zeros, to a function with outputs that have no gradient."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(_, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(*_):
+            return None
+
+    problem = make_problem(N)
+    loss = Stop.apply(linear_statistics(*problem, reduction=reduction).loss).sum()
+    assert torch.autograd.grad(loss, problem[0], allow_unused=True) == (None,)
+
+
 def test_ignored_rows_are_zero_everywhere():
     problem = make_problem(N, v=V, ignored=(0, 4, 12))
     known = linear_statistics(*problem, k=V, chunk_rows=4, reduction="none")
@@ -60,6 +78,15 @@ def test_ignored_rows_are_zero_everywhere():
         assert not each[ignored].any()
     assert known.in_top_k[~ignored].all()
     assert (known.entropy[~ignored] > 0).all()
+
+
+def test_unsigned_8_bit_targets():
+    """-100 as an unsigned 8-bit integer is 156, which is a class here."""
+    hidden, weight, _, bias = make_problem(2, v=200)
+    target = torch.tensor([156, 3])
+    given = linear_statistics(hidden, weight, target.to(torch.uint8), bias, k=200)
+    torch.testing.assert_close(given, linear_statistics(hidden, weight, target, bias, k=200))
+    assert given.in_top_k.all()
 
 
 def test_all_rows_ignored():

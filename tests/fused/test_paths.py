@@ -78,10 +78,12 @@ def test_the_operation_of_nodes_one_by_one():
     node = torch.tensor([[0, 1, tables.n_inner]] * 7)
     node[:, 1] = tables.n_inner
     given = [each.detach() for each in (*leaves, node, torch.zeros_like(node), tables.row_start)]
+    given += [None] * 5
+    options = list(tables.sizes(1)), 3, tables.n_classes, None, False
     for upstream, wanted in ((None, [True] * 3), (torch.rand(7, 3).double(), [True, True, False])):
         torch.library.opcheck(
             torch.ops.lastlayer.nodes_one_by_one.default,
-            (given, upstream, False, "none", wanted),
+            (given, upstream, *options, "none", wanted),
             test_utils=("test_schema", "test_faketensor"),
         )
 

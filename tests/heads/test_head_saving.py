@@ -2,17 +2,21 @@
 
 import json
 import sys
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from lastlayer import trees
 from lastlayer.heads import (
+    AdaptiveImportanceSampling,
     CharCNNSoftmax,
     EntmaxHead,
     FullSoftmax,
     Head,
     HierarchicalSoftmax,
+    MultiLabel,
     TopKSoftmaxHead,
 )
 
@@ -58,6 +62,24 @@ def test_the_files_are_json_and_safetensors(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["head"] == "EntmaxHead"
     assert EntmaxHead(**config["arguments"]).config() == head.config()
+
+
+def test_options_that_are_numpy_numbers(tmp_path):
+    """Any integer and real number is accepted, so it can also be saved."""
+    third = np.float32(1 / 3)
+    heads = [
+        FullSoftmax(5, 11, label_smoothing=third, temperature=Fraction(1, 2)),
+        MultiLabel(5, 11, "asymmetric", loss_options={"margin": third}, chunk_rows=np.int64(3)),
+        AdaptiveImportanceSampling(
+            5, 11, np.arange(11), order=np.int64(3), contexts=np.int64(4), width=np.int32(2),
+            target_ess=np.float32(9),
+        ),
+    ]  # fmt: skip
+    for head in heads:
+        head.save(tmp_path / "one")
+        Head.load(tmp_path / "one").save(tmp_path / "two")
+        one, two = ((tmp_path / name / "config.json").read_text() for name in ("one", "two"))
+        assert one == two
 
 
 def test_a_tied_head_is_saved_with_its_vectors(tmp_path):

@@ -264,3 +264,16 @@ def test_biases_from_counts_predict_the_frequencies(alpha):
     head.init_bias_from_counts(counts)
     found = head.log_prob(torch.zeros(1, 3, **made)).exp()
     torch.testing.assert_close(found[0], counts / counts.sum(), rtol=1e-9, atol=1e-12)
+    # Frequencies in place of counts.
+    head.init_bias_from_counts(counts / counts.sum())
+    again = head.log_prob(torch.zeros(1, 3, **made)).exp()
+    torch.testing.assert_close(again, found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("scale", "zero"), [(1.0, 0.5), (100.0, 0.5), (0.01, 0.005)])
+def test_a_class_without_occurrences_gets_half_a_count(scale, zero):
+    head = FullSoftmax(3, 3, dtype=torch.float64)
+    counts = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64) * scale
+    head.init_bias_from_counts(counts)
+    counts[0] = zero
+    torch.testing.assert_close(head.bias.detach().exp(), counts / counts.sum())

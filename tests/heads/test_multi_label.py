@@ -279,6 +279,12 @@ class TestBiasFromCounts:
         right = torch.tensor([0.25, 0.025, 0.975, 0.5], dtype=torch.float64)
         torch.testing.assert_close(head.probability(head.weight.new_zeros(3)), right)
 
+    def test_counts_that_are_shares_of_rows(self):
+        head = MultiLabel(3, 4, "bce", dtype=torch.float64)
+        head.init_bias_from_counts([0.25, 0.0, 1.0, 0.02], n_rows=1)
+        right = torch.tensor([0.25, 0.01, 0.99, 0.02], dtype=torch.float64)
+        torch.testing.assert_close(head.probability(head.weight.new_zeros(3)), right)
+
     def test_sparsemax_starts_at_the_shares_of_labels(self):
         head = MultiLabel(3, 4, "sparsemax", dtype=torch.float64)
         right = torch.tensor([5, 0.5, 20, 10], dtype=torch.float64)

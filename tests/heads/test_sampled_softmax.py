@@ -370,7 +370,7 @@ def test_in_batch_losses_of_a_small_problem_are_those_of_chunks(correction, n):
                     reduction=reduction, chunk_rows=chunk_rows,
                 )  # fmt: skip
                 made.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-            torch.testing.assert_close(*made)
+            torch.testing.assert_close(*made, rtol=1e-10, atol=1e-10)
 
 
 def test_in_batch_loss_of_scores_that_are_not_finite():

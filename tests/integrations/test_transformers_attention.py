@@ -88,9 +88,22 @@ def test_logits_and_gradients(family, pair, inputs):
         given["attention_mask"] = padded
     elif inputs == "packed":
         places = torch.cat([torch.arange(5), torch.arange(6)])
-        given = {"input_ids": ids[1:2], "position_ids": places[None]}
+        # With a cache Transformers takes them for one sequence.
+        given = {"input_ids": ids[1:2], "position_ids": places[None], "use_cache": False}
     ours, theirs = (run(each, family, **given) for each in pair)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-4)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    made, (ids, _) = model("llama", "test_entmax"), batch()
+    places, cuts = torch.cat([torch.arange(5), torch.arange(6)])[None], torch.tensor([0, 5, 11])
+    alone = torch.cat([made(each).logits for each in ids[1:2].split([5, 6], 1)], 1)
+    for more in (
+        {"use_cache": False},
+        {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": 6, "max_length_k": 6},
+    ):
+        packed = made(ids[1:2], position_ids=places, **more).logits
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -106,6 +119,18 @@ def test_generation(family, beams):
             )  # fmt: skip
     first, *others = tokens.values()
     assert all(torch.equal(first, each) for each in others)
+
+
+def test_gradient_checkpointing():
+    ids, padded = batch()
+    grads = []
+    for checkpointed in (False, True):
+        made = model("llama", "test_entmax").train()
+        if checkpointed:
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+        made(ids, attention_mask=padded, labels=ids).loss.backward()
+        grads.append([each.grad for each in made.parameters()])
+    torch.testing.assert_close(*grads)
 
 
 def test_weights_are_there_when_asked_for():
@@ -136,6 +161,14 @@ def test_what_softmax_alone_can_do_is_refused():
             attend(torch.nn.Identity(), *given, None, **{option: torch.ones(())})
     with pytest.raises(ValueError, match="alpha"):
         register_attention("test_wrong", alpha=0.3)
+
+
+def test_models_with_their_own_softmax_are_refused():
+    """They would add the bool mask to the scores, and see later tokens."""
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
+    made = transformers.BloomForCausalLM._from_config(config, attn_implementation="test_entmax")
+    with pytest.raises(ValueError, match=r"attn_implementation: .* for BloomModel"):
+        made(batch()[0])
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", None, 3])

@@ -71,6 +71,21 @@ def reference_only() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def triton_chosen() -> Iterator[None]:
+    """As on a GPU, "auto" takes Triton's kernels for CPU tensors, in Triton's interpreter."""
+
+    def selected(op: str, _device: str, dtype: torch.dtype = torch.float32) -> str:
+        return "triton" if _registry._operations[op].triton_takes(dtype) else "reference"
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kernels, _registry):
+            patch.setattr(module, "selected", selected)
+        for operation in _registry._operations.values():
+            patch.setattr(operation, "_resolved", {})
+        yield
+
+
 def error(actual: Tensor, expected: Tensor, size: Tensor | float = 1.0) -> float:
     """The largest difference to the float64 truth, in units of ``size``; NaN must meet NaN."""
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.attention import Size
 from benchmarks.attention import draw as draw_benchmark
@@ -128,6 +129,18 @@ OPTIONS = {
     },
 }
 ALPHAS = [1.0, 1.25, 1.5, 1.7, 2.0]
+MANY_ALPHAS = [1.01, 1.05, 1.2, 4 / 3, 1.45, 3.0, torch.tensor([1.0, 1.2, 1.5, 2.0])]
+
+
+def agree_on_sinks(dtype, n, m, alpha, tolerance):
+    """Rows with one large score, as of a token that all attend to, among nearly equal ones."""
+    query, key, value = problem(n, m, d=16, size=16, heads=4)
+    scores = 0.1 * draw(4, n, m)
+    scores[..., 0] = torch.linspace(0, 6, n)
+    if isinstance(alpha, torch.Tensor):
+        alpha = alpha.double()
+    options = {"alpha": alpha, "attn_mask": scores.float().double()}
+    agree("triton", dtype, (0.01 * query, key, value), options, tolerance)
 
 
 class TestAgainstAllWeights:
@@ -155,6 +168,32 @@ class TestAgainstAllWeights:
         query, key, value = problem(n=67, m=200, d=16, size=16)
         alpha = alpha.double() if isinstance(alpha, torch.Tensor) else alpha
         agree(impl, torch.float16, (scale * query, key, value), {"alpha": alpha}, 2e-3)
+
+    @pytest.mark.parametrize("impl", [TRITON])
+    @pytest.mark.parametrize("alpha", [1.2, 1.45, MANY_ALPHAS[-1]], ids=str)
+    def test_one_large_score_among_many_equal_ones(self, impl, alpha):
+        """A sum near 1 is then far from the threshold: the last step alone would not do."""
+        agree_on_sinks(torch.float16, 16, 1024, alpha, 1.5e-3)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("alpha", MANY_ALPHAS, ids=str)
+    def test_fast_logarithms_of_a_gpu(self, dtype, alpha):
+        """The interpreter has precise logarithms in their place."""
+        tolerance = 1.5e-3 if dtype == torch.float16 else 8e-3
+        agree_on_sinks(dtype, 192, 8192, alpha, tolerance)
+        query, key, value = problem(n=300, m=2100, d=64, size=64, heads=4)
+        agree("triton", dtype, (query, key, value), {"alpha": alpha}, 2 * tolerance)
+
+    @both
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    def test_equal_scores_at_a_very_large_alpha(self, impl, dtype):
+        query, key, value = (x.to(device_of(impl), dtype) for x in problem(3, 5, heads=1))
+        made = sparse_attention(0 * query, key, value, alpha=1e5, impl=impl)
+        tolerance = ROUNDING[dtype]
+        torch.testing.assert_close(
+            made, value.mean(2, keepdim=True).expand_as(made), rtol=tolerance, atol=tolerance
+        )
 
     @both
     @pytest.mark.parametrize("alpha", ALPHAS)
@@ -236,6 +275,25 @@ class TestAgainstAllWeights:
         for options in OPTIONS.values():
             agree("chunked", torch.float32, problem(), options)
         agree("chunked", torch.float32, problem(21, 21, batch=1), {"cu_seqlens": CUTS})
+
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    def test_few_weights_are_saved_for_backward(self, monkeypatch, options):
+        tensors = [each.float().requires_grad_() for each in problem(21, 37, d=64)]
+        taken = moved(options, "chunked", torch.float32)
+        grads = []
+        for few in (True, False):
+            calls = []
+            forward = kernels.entmax.forward
+            monkeypatch.setattr(
+                kernels.entmax, "forward", lambda *x, f=forward, c=calls: c.append(1) or f(*x)
+            )
+            if not few:
+                monkeypatch.setattr(functional, "_saves_weights", lambda _: False)
+            made = sparse_attention(*tensors, **taken)
+            grads.append(torch.autograd.grad(made.square().sum(), tensors))
+            assert len(calls) == (1 if few else 2)
+            monkeypatch.undo()
+        torch.testing.assert_close(*grads)
 
     @needs_triton
     def test_long_rows_in_the_kernel(self):
@@ -404,6 +462,13 @@ class TestDropout:
         ratio = drawn[:, exact != 0] / exact[exact != 0]
         assert set(ratio.mul(1e3).round().div(1e3).unique().tolist()) == {0.0, 2.0}
 
+    @both
+    def test_all_weights_dropped(self, impl):
+        tensors = [each.float().to(device_of(impl)).requires_grad_() for each in problem()]
+        made = sparse_attention(*tensors, dropout_p=1.0, impl=impl)
+        assert not made.any()
+        assert not any(each.any() for each in torch.autograd.grad(made.sum(), tensors))
+
 
 class TestHowItIsCalled:
     @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -416,16 +481,99 @@ class TestHowItIsCalled:
         for each, other in zip(one, two, strict=True):
             assert torch.equal(each, other)
 
-    def test_autocast(self):
-        tensors = [each.float() for each in problem()]
-        with torch.autocast("cpu", torch.bfloat16):
-            assert sparse_attention(*tensors).dtype == torch.bfloat16
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+    def test_packed_sequences_compiled_whole(self):
+        """Their values cannot be checked while a compiler traces."""
+        tensors = [each.float() for each in problem(21, 21)]
+        compiled = torch.compile(sparse_attention, fullgraph=True, backend="aot_eager")
+        made, truth = (f(*tensors, cu_seqlens=CUTS) for f in (compiled, sparse_attention))
+        assert torch.equal(made, truth)
 
-    def test_second_derivatives_are_refused(self):
+    def test_autocast(self):
+        query, key, value = (each.float() for each in problem())
+        with torch.autocast("cpu", torch.bfloat16):
+            # As of a parameter and the results of layers.
+            made = sparse_attention(query, key.bfloat16(), value)
+            assert made.dtype == torch.bfloat16
+            # Only the inputs are rounded, not the scores.
+            halves = [each.bfloat16().requires_grad_() for each in (query, key, value)]
+            mask, grads = draw(21, 37, seed=6).float(), []
+            for enabled in (True, False):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    out = sparse_attention(*halves, attn_mask=mask)
+                    grads.append((out, *torch.autograd.grad(out.sum(), halves)))
+                    weights = attention_weights(query.bfloat16(), key.bfloat16(), attn_mask=mask)
+                    grads[-1] += (weights.values,)
+        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_checkpointing(self, reentrant):
         tensors = [each.requires_grad_() for each in problem()]
-        made = sparse_attention(*tensors).sum()
-        with pytest.raises(RuntimeError, match="second derivatives"):
+
+        def attend(*tensors):
+            return sparse_attention(*tensors, alpha=1.3, dropout_p=0.3)
+
+        grads = []
+        for call in (attend, lambda *t: checkpoint(attend, *t, use_reentrant=reentrant)):
+            torch.manual_seed(1)
+            out = call(*tensors).square().sum()
+            out.backward()
+            grads.append([each.grad for each in tensors])
+            for each in tensors:
+                each.grad = None
+        torch.testing.assert_close(*grads)
+
+    @pytest.mark.parametrize("alpha", [1.5, 2.0])
+    def test_second_derivatives(self, alpha):
+        tensors = [each.requires_grad_() for each in problem(3, 5, 2, 2, heads=2, key_heads=1)]
+        mask = draw(3, 5, seed=9).requires_grad_()
+        assert torch.autograd.gradgradcheck(
+            lambda q, k, v, m: sparse_attention(
+                q, k, v, attn_mask=m, alpha=alpha, enable_gqa=True, is_causal=True
+            ),
+            (*tensors, mask),
+        )
+
+    def test_second_derivatives_with_dropout_are_refused(self):
+        tensors = [each.requires_grad_() for each in problem()]
+        made = sparse_attention(*tensors, dropout_p=0.1).sum()
+        with pytest.raises(RuntimeError, match="second derivatives are not supported with dropout"):
             torch.autograd.grad(made, tensors, create_graph=True)
+
+    def test_vmap(self):
+        query, key, value = problem(batch=3)
+        mask, alpha = draw(3, 21, 37, seed=3), 1.2 + draw(3, 2, seed=4).abs()
+        some = draw(3, 37, seed=5) > 0
+
+        def attend(query, mask, alpha, some):
+            out = sparse_attention(query, key[0], value[0], attn_mask=mask, alpha=alpha)
+            return out + sparse_attention(query, key[0], value[0], attn_mask=some, window=9)
+
+        made = torch.func.vmap(attend)(query, mask, alpha, some)
+        rows = zip(query, mask, alpha, some, strict=True)
+        torch.testing.assert_close(made, torch.stack([attend(*row) for row in rows]))
+
+    def test_gradients_of_each_example(self):
+        query, key, value = problem(batch=3)
+
+        def loss(query, key):
+            return sparse_attention(query, key, value[0], is_causal=True).square().sum()
+
+        made = torch.func.vmap(torch.func.grad(loss, (0, 1)))(query, key)
+        for i in range(3):
+            row = [each[i].clone().requires_grad_() for each in (query, key)]
+            torch.testing.assert_close(
+                [each[i] for each in made], torch.autograd.grad(loss(*row), row)
+            )
+
+    @both
+    def test_far_positions(self, impl):
+        tensors = [each.float().to(device_of(impl)) for each in problem()]
+        truth = sparse_attention(*tensors, impl=impl)
+        for options in ({"window": 10**12}, {"window": [10**12, None], "query_offset": 2**29}):
+            torch.testing.assert_close(sparse_attention(*tensors, **options, impl=impl), truth)
+        far = sparse_attention(*tensors, window=9, query_offset=2**29, impl=impl)
+        assert not far.any()
 
     def test_memory_is_that_of_a_chunk(self):
         n = 3000
@@ -441,6 +589,11 @@ class TestHowItIsCalled:
                 functional._CHUNK_BYTES = before
         largest = max(event.cpu_memory_usage for event in seen.events())
         assert largest < 3 * (1 << 20)
+
+    def test_heads_of_size_0(self):
+        query, key, value = problem(d=0)
+        mean = value.mean(2, keepdim=True).expand(-1, -1, 21, -1)
+        torch.testing.assert_close(sparse_attention(query, key, value), mean)
 
     def test_empty(self):
         query, key, value = problem(0, 5)
@@ -476,7 +629,16 @@ WRONG = {
     "key: expected a divisor of query's 4": lambda q, k, v: (
         q, k[:, :3], v[:, :3], {"enable_gqa": True}
     ),
-    "value: expected torch.float64": lambda q, k, v: (q, k, v.float(), {}),
+    "value: expected the dtype of query, torch.float64": lambda q, k, v: (q, k, v.float(), {}),
+    "key: expected the device of query, cpu": lambda q, k, v: (q, k.to("meta"), v, {}),
+    "query: expected torch.float16, torch.bfloat16": lambda *t: (
+        *(x.to(torch.float8_e4m3fn) for x in t), {}
+    ),
+    "query: expected a torch.Tensor, got list": lambda q, k, v: (q.tolist(), k, v, {}),
+    "query: expected a dense tensor": lambda *t: (
+        *(torch.nested.nested_tensor(list(x), layout=torch.jagged) for x in t), {}
+    ),
+    "alpha: expected the device of query": lambda *t: (*t, {"alpha": torch.ones(4, device="meta")}),
     "alpha: expected": lambda *t: (*t, {"alpha": 0.5}),
     "alpha: expected one per head": lambda *t: (*t, {"alpha": torch.ones(3)}),
     "alpha: expected \\(4,\\) or": lambda *t: (*t, {"alpha": torch.ones(4, 1, 2)}),
@@ -488,7 +650,9 @@ WRONG = {
     "scale": lambda *t: (*t, {"scale": 0.0}),
     "cu_seqlens: expected batch": lambda *t: (*t, {"cu_seqlens": CUTS}),
     "cu_seqlens: expected ascending": lambda *t: (*(x[:1] for x in t), {"cu_seqlens": CUTS}),
-    "cu_seqlens: expected integers": lambda *t: (*(x[:1] for x in t), {"cu_seqlens": CUTS / 1}),
+    "cu_seqlens: expected an int32": lambda *t: (*(x[:1] for x in t), {"cu_seqlens": CUTS / 1}),
+    "cu_seqlens: expected an int32 or": lambda *t: (*(x[:1] for x in t), {"cu_seqlens": [0, 21]}),
+    "query_offset: expected at most": lambda *t: (*t, {"query_offset": 2**40}),
     "impl: expected": lambda *t: (*t, {"impl": "fast"}),
     "impl: 'triton' cannot run": lambda *t: (*t, {"impl": "triton"}),
 }  # fmt: skip

@@ -62,10 +62,12 @@ def test_chosen_children_and_their_gradients(name, dtype, bias):
     # Vectors that no entry asks for are left alone, as are entries that ask for nothing.
     entries = torch.zeros(*node.shape, hidden.shape[1], dtype=dtype)
     of_weight, of_bias = torch.zeros_like(weight), torch.zeros_like(weight[:, 0])
+    again = torch.zeros_like(made)
     cpu.gradients(
-        hidden, weight, biases, *groups, position.flatten(), upstream.flatten(), groups.row,
+        hidden, weight, biases, *groups, position.flatten(), again, upstream.flatten(), groups.row,
         entries, of_weight, of_bias,
     )  # fmt: skip
+    torch.testing.assert_close(again, made)
     found = [entries.sum(1), of_weight, of_bias][: len(sources)]
     for each, right in zip(found, expected, strict=True):
         torch.testing.assert_close(each.double(), right, rtol=0, atol=10 * WITHIN[dtype])

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from compare import check_topk, rows
-from implementations import ROUNDING, error, few
+from implementations import ROUNDING, error, few, triton_chosen
 
-from lastlayer import kernels, topk_softmax
+from lastlayer import kernels, topk_softmax, topk_softmax_loss
 
 pytest.importorskip("triton")
 
@@ -107,3 +107,17 @@ def test_the_loss_by_every_path(path, dtype, device):
             assert error(gradient, expected[1], size) <= 1
             nearly = expected[1][0, target[0]]
             assert error(gradient[0, target[0]], nearly, 2e-2 * nearly.abs() + 1e-7) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_of_distributions(dtype, device):
+    """The kernel of losses takes class ids only, and the loss distributions as well."""
+    scores = rows(30, dtype, device).requires_grad_()
+    target = torch.rand(scores.shape, device=device).softmax(-1)
+    exact = scores.detach().double().requires_grad_()
+    truth = topk_softmax_loss(exact, target.double(), 4)
+    with triton_chosen():
+        loss = topk_softmax_loss(scores, target, 4)
+        (made,) = torch.autograd.grad(loss, scores)
+    assert error(loss, truth) < 1e-5
+    assert error(made, torch.autograd.grad(truth, exact)[0]) < 4 * ROUNDING[dtype]

@@ -40,7 +40,7 @@ def make(
     statuses: dict[str, str] | None = None,
     name: str = "made-up <corpus>",
     noise: float = 0.01,
-    budget: tuple[str, float] = ("steps", 3000),
+    steps: int = 3000,
     late: dict[str, float] | None = None,
 ) -> Path:
     """Write the folder.
@@ -54,7 +54,7 @@ def make(
             result, "not started" the folder.
         name: of the data.
         noise: how far seeds differ, in nats.
-        budget: kind and amount.
+        steps: of each run.
         late: by slug, how many nats a head would gain over the last quarter of its steps; next to
             none where it is not named.
     """
@@ -76,7 +76,7 @@ def make(
         "created": "2026-11-15T12:00:00+00:00",
         "data": {"name": name, "task": task, "classes": CLASSES, "tokens": 4_800_000},
         "model": {"kind": "lstm", "hidden": 256, "layers": 1},
-        "budget": {"kind": budget[0], "amount": budget[1]},
+        "budget": {"kind": "steps", "amount": steps},
         "baseline": {"name": "unigram", "test": {"perplexity": 900.0, "eps_perplexity": 905.0}},
         "heads": entries,
         "seeds": list(range(seeds)),
@@ -93,7 +93,7 @@ def make(
             status = statuses.get(run_name) or statuses.get(slug(head[0])) or "ok"
             if status != "not started":
                 more = (late or {}).get(slug(head[0]), 0.0)
-                _write_run(out / "runs" / run_name, head, seed, status, task, noise, budget, more)
+                _write_run(out / "runs" / run_name, head, seed, status, task, noise, steps, more)
     return out
 
 
@@ -105,14 +105,12 @@ def label(spec: str) -> str:
     return spec.replace(":", " ")
 
 
-def _write_run(folder, head, seed, status, task, noise, budget, late) -> None:
+def _write_run(folder, head, seed, status, task, noise, steps, late) -> None:
     spec, step_ms, memory, parameters, final = head
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(f"{spec} {seed}")
     shared = random.Random(seed).gauss(0, noise)
     nll = final + shared + draw.gauss(0, noise)
-    kind, amount = budget
-    steps = int(amount * 1000 / step_ms) if kind == "seconds" else int(amount)
     seconds = steps * step_ms / 1000
     sparse = slug(spec) in SPARSE
     lines = []

@@ -204,6 +204,8 @@ def test_several_labels():
         ({"epochs": 2}, "steps: expected None if epochs=2 is given"),
         ({"steps": 0}, "steps: expected a whole number from 1, got 0"),
         ({"steps": 2.5}, "steps: expected a whole number from 1, got 2.5"),
+        ({"steps": "ten"}, "steps: expected a whole number from 1, got 'ten'"),
+        ({"heads": "full"}, "heads: expected a list of heads, got 'full'"),
         ({"steps": None, "epochs": -1}, "epochs: expected a number above 0, got -1"),
         ({"resume": True}, "resume: expected a folder .*; leave out resume=True"),
         ({"lr": -1}, "lr: expected auto or a number above 0"),

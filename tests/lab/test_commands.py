@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.live import Forecast, Lines
+from lastlayer.lab.live import EventLines, Forecast
 from lastlayer.lab.records import LOCK, Lock
 from lastlayer.lab.specs import catalogue, parse_spec, parse_specs
 from lastlayer.lab.training import Progress
@@ -93,6 +93,19 @@ def test_the_program_lists_every_command():
         (["plan", "--classes", "9" * 12, "--hidden", "4", "--rows", "2"], "at most 20,000,000"),
         (["compare", "--task", "multilabel", "--model", "lstm"], "expected bag for --task"),
         (["compare", "--seeds", "9" * 12], "--seeds: expected at most 10,000"),
+        (["compare", "--model", "bag", "--layers", "2"], "--layers: expected none for a bag"),
+        (["compare", "--encoding", "latin-1"], "--encoding: expected none for data that is no"),
+        (
+            ["plan", "--classes", "9", "--dtype", "float16"],
+            "--dtype: expected it only with --ranks",
+        ),
+        (
+            ["plan", "--classes", "9", "--ranks", "2", "--seconds", "1"],
+            "--seconds: expected it only",
+        ),
+        (["compare", "--threads", "100000"], "--threads: expected at most 1,024"),
+        (["compare", "text.txt", "--encoding", "utf-9"], "text.txt: --encoding: expected the name"),
+        (["compare", "text.txt", "--width", "9" * 12], "--width: expected a model that fits"),
         (["compare", "--head", ":"], "no head ''; there are adaptive"),
         (["compare", "--head", "broken_module:Head"], "broken_module.py:1: "),
         (["compare", "text.txt", "--length", "9999"], "--length: expected at most 5"),
@@ -368,7 +381,7 @@ def test_lines_of_a_resumed_comparison_tell_the_time_left_of_its_recorded_runs(m
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     full, nce = parse_specs(["full", "nce"])
     said = io.StringIO()
-    lines = Lines(Console(file=said, width=100), [full, nce], seeds=2)
+    lines = EventLines(Console(file=said, width=100), [full, nce], seeds=2)
     done = {"status": "ok", "test": {"perplexity": 9.0}}
     lines.ends(full, 1, {**done, "seconds": 600.0})
     lines.ends(nce, 1, {**done, "seconds": 60.0})

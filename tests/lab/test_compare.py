@@ -42,9 +42,7 @@ def text(tmp_path_factory) -> Path:
 def run(text: Path, out: Path, **options):
     resume = options.pop("resume", False)
     given = {"data": str(text), "heads": HEADS, "budget": "8steps", "seeds": 1, **QUICK, **options}
-    return compare(
-        CompareOptions(**given), out, resume=resume, quiet=True, console=Console(quiet=True)
-    )
+    return compare(CompareOptions(**given), out, resume=resume, console=Console(quiet=True))
 
 
 @pytest.fixture(scope="session")
@@ -129,9 +127,7 @@ def test_a_time_is_that_of_the_slowest_head(text, tmp_path):
     assert budget["slowest"] in ("full", "hierarchical")
     assert budget["amount"] == pytest.approx(50 / budget["step_ms"], abs=1.1, rel=0.01)
     assert {each["steps"] for each in done.results} == {budget["amount"]}
-    again = compare(
-        CompareOptions(), done.out, resume=True, quiet=True, console=Console(quiet=True)
-    )
+    again = compare(CompareOptions(), done.out, resume=True, console=Console(quiet=True))
     assert [each["steps"] for each in again.results] == [each["steps"] for each in done.results]
 
 
@@ -219,16 +215,14 @@ def test_the_command_asks_for_the_same(compared, tmp_path):
 
 def test_a_finished_comparison_is_not_made_again(compared, monkeypatch):
     monkeypatch.setattr(lab, "perform", lambda *_: pytest.fail("made again"))
-    again = compare(
-        CompareOptions(), compared.out, resume=True, quiet=True, console=Console(quiet=True)
-    )
+    again = compare(CompareOptions(), compared.out, resume=True, console=Console(quiet=True))
     assert [each["label"] for each in again.results] == [e["label"] for e in compared.results]
 
 
 def test_other_options_are_not_resumed(compared):
     other = CompareOptions(budget="9steps", heads=HEADS)
     with pytest.raises(LabError, match="--budget was 8steps and is 9steps"):
-        compare(other, compared.out, resume=True, quiet=True, console=Console(quiet=True))
+        compare(other, compared.out, resume=True, console=Console(quiet=True))
 
 
 def test_other_data_is_not_resumed(text, tmp_path):
@@ -328,7 +322,7 @@ def test_a_head_whose_steps_stall_is_named_with_the_disturbed_machine(text, tmp_
     (tmp_path / "stalling_head.py").write_text(STALLING)
     monkeypatch.syspath_prepend(str(tmp_path))
     # Whatever else runs here now is no part of it.
-    monkeypatch.setattr("lastlayer.lab.runs.load", lambda: 0.5)
+    monkeypatch.setattr("lastlayer.lab.runs.load_per_core", lambda: 0.5)
     out = tmp_path / "out"
     run(text, out, heads=("full", "stalling_head:Stalling"), budget="40steps")
     found = verdict(read_results(out))
@@ -407,9 +401,7 @@ def test_ctrl_c_stops_and_resume_goes_on(text, tmp_path, monkeypatch):
     said = io.StringIO()
     given = {"data": str(text), "heads": HEADS, "budget": "8steps", "seeds": 1, **QUICK}
     console = Console(file=said, width=100)
-    first = compare(
-        CompareOptions(**given), tmp_path / "out", resume=False, quiet=False, console=console
-    )
+    first = compare(CompareOptions(**given), tmp_path / "out", resume=False, console=console)
     assert first.interrupted
     lines = [line.partition(" ")[2] for line in said.getvalue().splitlines()]
     # At once: before the line of the run that it ends.
@@ -461,7 +453,7 @@ def slow(self, batch):
 
 training.Stepper.step = slow
 given = options.CompareOptions.from_json(eval(sys.argv[1]))
-comparison.compare(given, Path(sys.argv[2]), resume=False, quiet=True, console=Console(quiet=True))
+comparison.compare(given, Path(sys.argv[2]), resume=False, console=Console(quiet=True))
 """
 
 

@@ -35,7 +35,7 @@ def test_every_head_trains_and_is_judged(task, model, text, labels, tmp_path):
         budget="12steps", seeds=1, width=32, batch=8, length=8 if task == "lm" else None, lr=0.01,
     )  # fmt: skip
     quiet = Console(quiet=True)
-    done = compare(options, tmp_path / "out", resume=False, quiet=True, console=quiet)
+    done = compare(options, tmp_path / "out", resume=False, console=quiet)
     assert len(done.results) >= (8 if task == "lm" else 3)
     for result in done.results:
         assert result["status"] == "ok", result.get("traceback", result["reason"])

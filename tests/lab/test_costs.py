@@ -17,7 +17,7 @@ from lastlayer.lab.comparison import Compared, compare
 from lastlayer.lab.costs import Problem, Words
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING
-from lastlayer.lab.live import Lines, LiveTable
+from lastlayer.lab.live import EventLines, LiveTable
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.records import read_costs
 from lastlayer.lab.results import read_results
@@ -45,7 +45,7 @@ class Hungry(FullSoftmax):
 def run(out: Path, *, data: Path | None = None, resume: bool = False, **options) -> Compared:
     given = {"budget": "1steps", "seeds": 1, "model": "bag", "width": 8, "batch": 4, "length": 8}
     asked = CompareOptions(data=str(data), **{**given, **options}) if data else CompareOptions()
-    return compare(asked, out, resume=resume, quiet=True, console=Console(quiet=True))
+    return compare(asked, out, resume=resume, console=Console(quiet=True))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -276,7 +276,7 @@ def test_labels_are_measured_too(tmp_path):
 def test_progress_is_shown():
     specs = parse_specs(["full", "entmax"])
     said = io.StringIO()
-    lines = Lines(Console(file=said, width=100), specs, 1)
+    lines = EventLines(Console(file=said, width=100), specs, 1)
     lines.measures(specs[0], 75, 0.0)
     lines.measures(specs[1], 75, 0.1)
     lines._told = 0.0

@@ -146,6 +146,10 @@ def test_labels_that_cannot_be_learned(tmp_path):
     assert "one class" in broken(tmp_path, "a.jsonl", one, task="multilabel")
     few = [{"text": "a b", "label": f"{i}"} for i in range(3)]
     assert "too short" in broken(tmp_path, "a.jsonl", few, label="label")
+    alone = [{"text": f"a b{i}", "label": f"row {i}"} for i in range(40)]
+    assert "each of the 32 classes of the training part occurs once" in broken(
+        tmp_path, "a.jsonl", alone, label="label"
+    )
     held = [{"text": "a b", "label": f"{i % 2}", "split": "test"} for i in range(20)]
     assert "none for training" in broken(tmp_path, "a.jsonl", held)
     real = [{"text": "a b", "label": i + 0.5} for i in range(20)]
@@ -191,6 +195,21 @@ def test_hidden_states_of_wrong_shapes(tmp_path, arrays, message):
     with pytest.raises(DataError) as caught:
         load(tmp_path / "a.npz")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", [{"vocab_size": 5}, {"min_count": 2}, {"encoding": "latin-1"}], ids=str
+)
+def test_options_that_do_not_apply_are_refused(tmp_path, option):
+    (name,) = option
+    told = f"{name}: expected none for data "
+    assert told in broken(tmp_path, "a.svm", "1 1:2\n2 3:4\n" * 10, **option)
+    np.savez(tmp_path / "a.npz", hidden=np.eye(20), target=np.arange(20) % 2)
+    with pytest.raises(DataError, match=told):
+        load(tmp_path / "a.npz", **option)
+    if name != "encoding":
+        numbers = [{"x": i, "label": f"l{i % 2}"} for i in range(20)]
+        assert told in broken(tmp_path, "a.jsonl", numbers, features="x", **option)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 """The explorer of rows with labels: the same rows for every head, and what each says of them."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from made_runs import make
 
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows
+from lastlayer.lab.errors import LabError
 from lastlayer.lab.explorer import BEST, MOST_FEATURES, MOST_LABELS, ROWS, explore_labels
 from lastlayer.lab.feeding import RowFeed
 from lastlayer.lab.models import FeatureBody
 from lastlayer.lab.report import explorer as shown
+from lastlayer.lab.results import read_results
 
 WIDTH, CPU = 4, torch.device("cpu")
 EVERYWHERE, LARGE = 0, 100.0
@@ -130,12 +135,11 @@ def test_very_many_labels_are_counted_and_cut():
         assert shown.labels_seen(entry)["more"] == labels - MOST_LABELS
 
 
-def test_what_was_changed_by_hand_is_shown_as_far_as_it_goes():
-    entry = {
-        "labels": ["a"], "features": [3, {"name": "x", "value": "much"}], "standardised": True,
-        "top": [{"label": "<b>", "p": 7}, None], "n_labels": -1, "n_predicted": "two",
-    }  # fmt: skip
-    assert shown.labels_seen(entry)["features"] == [{"name": "x", "value": ""}]
-    said = shown.labels_said(entry)
-    assert said["top"] == [{"token": "<b>", "p": None, "hit": False, "predicted": False}]
-    assert (said["labels"], said["predicted"], said["below"]) == (0, 0, [])
+def test_a_file_that_was_changed_by_hand_is_refused(tmp_path):
+    path = make(tmp_path, heads=1, seeds=1, task="multilabel") / "runs/full-s0/result.json"
+    result = json.loads(path.read_text())
+    assert len(shown.contexts(read_results(tmp_path))) == len(result["explorer"])
+    result["explorer"][0]["top"].append(None)
+    path.write_text(json.dumps(result))
+    with pytest.raises(LabError, match="expected predictions as a run writes them"):
+        shown.contexts(read_results(tmp_path))

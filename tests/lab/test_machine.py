@@ -50,5 +50,5 @@ def test_a_model_that_does_not_fit_is_refused_before_the_first_run(tmp_path, mon
     data.write_text("a b c d e f g h i j " * 20)
     options = CompareOptions(data=str(data), heads=("full",), budget="1steps", seeds=1)
     with pytest.raises(LabError, match="--width: expected a model that fits into memory"):
-        comparison.compare(options, out, resume=False, quiet=True, console=Console(quiet=True))
+        comparison.compare(options, out, resume=False, console=Console(quiet=True))
     assert not out.exists()

@@ -135,7 +135,7 @@ def test_another_process_joins_by_address_and_a_kill_costs_nothing_that_is_done(
     text, out = tmp_path / "small.txt", tmp_path / "out"
     text.write_text("the cat sat on the mat and the dog ran to the sea\n" * 40)
     address = ray.get_runtime_context().gcs_address
-    words = [sys.executable, "-m", "lastlayer.cli", "compare", "--out", str(out), "--ray", address]
+    words = [sys.executable, "-m", "lastlayer", "compare", "--out", str(out), "--ray", address]
     given = ["--model", "bag", "--width", "8", "--budget", "300steps", "--seeds", "2", "--quiet"]
     first = subprocess.Popen([*words, str(text), *given, "--lr", "0.01", "--head", "full"])
     limit = time.monotonic() + 120

@@ -15,7 +15,7 @@ from made_costs import SIZES, make_costs
 from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 
 from lastlayer.heads.recipes import registered
-from lastlayer.lab import errors
+from lastlayer.lab import errors, show
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import FAMILIES
 from lastlayer.lab.records import HeadEntry
@@ -63,7 +63,7 @@ def elements(page):
 
 def test_the_page_holds_the_verdict_and_every_head(folder, page):
     results = read_results(folder)
-    text = page.replace("&#34;", '"').replace("\u2060", "")
+    text = page.replace("&#34;", '"')
     assert verdict(results).headline in text
     for summary in results.summaries:
         assert summary.title in text
@@ -324,6 +324,13 @@ def test_columns_about_sparse_heads_are_there_with_sparse_heads_alone(tmp_path):
     assert not about & {column.key for column in tables.columns(dense)}
     assert about <= {column.key for column in tables.columns(sparse)}
     assert about <= {column.key for column in tables.columns(dense, telling=False)}
+
+
+def test_quality_and_time_per_step_are_in_a_terminal_of_80_columns(folder):
+    results = read_results(folder)
+    assert [c.key for c in tables.columns(results)][:2] == [results.metric.key, "step_ms"]
+    shown = [column.header for column in show.results_table(results, width=80).columns]
+    assert "time per step" in shown
 
 
 def test_the_best_of_a_column_is_marked_once_at_most(tmp_path):

@@ -302,6 +302,22 @@ def test_recommendation_steps_epochs_and_time_are_seen_without_scrolling(opened)
     assert all(word in tiles for word in ("steps", "epochs", "time per step", "training time"))
 
 
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_long_names_and_options_stay_whole(browser, tmp_path, size):
+    out = make(tmp_path, heads=4, seeds=2, late={"adaptive": 0.2})
+    asked = json.loads((out / "compare.json").read_text())
+    asked["heads"][1]["label"] = "adaptive cutoffs=1000,4000,16000"
+    (out / "compare.json").write_text(json.dumps(asked))
+    write_report(out, pictures=False)
+    watched = Watched(browser, (out / "report.html").as_uri(), size)
+    parts = watched.page.locator("h1 .whole").all()
+    assert any("--budget" in each.text_content() for each in parts)
+    assert all(each.evaluate("node => node.getClientRects().length") == 1 for each in parts)
+    assert "cutoffs=1000,4000,16000)" in watched.text_of("equal")
+    assert "…" not in watched.text_of("equal")
+    watched.context.close()
+
+
 def test_the_baseline_is_a_labelled_line_in_the_charts_of_quality(opened):
     for key in ("tradeoff", "equal", "curves"):
         assert "unigram baseline 90" in opened.text_of(key)

@@ -276,7 +276,19 @@ def test_findings_name_equal_steps_equal_time_and_the_runner_up(tmp_path):
     steps, seconds, runner_up = verdict(read_results(make(tmp_path, heads=6))).findings
     assert steps.startswith("After the same 3,000 steps adaptive softmax")
     assert seconds.startswith("At equal time (19.5 s of training) adaptive softmax")
+    assert seconds.endswith("; all others are significantly worse (3 seeds).")
     assert "time per step" in runner_up
+
+
+def test_what_does_not_differ_significantly_at_equal_time_is_told(tmp_path):
+    close = read_results(make(tmp_path / "close", heads=4, noise=3.0))
+    assert not any(close.told_apart(timed=True).values())
+    assert "not significantly different" in verdict(close).findings[1]
+    clear = read_results(make(tmp_path / "clear", heads=4, noise=1e-4))
+    apart = clear.told_apart(timed=True)
+    assert all(apart.values())
+    assert clear.best_at_equal_time.head.slug not in apart
+    assert "all others are significantly worse (3 seeds)" in verdict(clear).findings[1]
 
 
 def test_what_does_not_differ_significantly_is_told(tmp_path):
@@ -296,7 +308,10 @@ def test_verdict_of_one_seed_has_no_test(tmp_path):
 
 @pytest.mark.parametrize(
     ("late", "why"),
-    [({"adaptive": 0.2}, "still gain fast"), ({"full": 0.08}, "would cross soon")],
+    [
+        ({"adaptive": 0.2}, "still gain fast"),
+        ({"full": 0.08}, "full softmax would soon pass adaptive softmax"),
+    ],
 )
 def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     found = verdict(read_results(make(tmp_path, heads=4, late=late)))
@@ -307,6 +322,19 @@ def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     assert f"--budget {found.needed}steps" in found.detail
     if found.recommended is not found.best:
         assert f"{found.recommended.title.lower()} would be taken now" in found.detail.lower()
+
+
+def test_heads_that_are_the_same_model_are_named(tmp_path):
+    out = make(tmp_path, heads=3)
+    for seed in range(3):
+        own = json.loads((out / f"runs/full-s{seed}/result.json").read_text())
+        other = out / f"runs/adaptive-s{seed}/result.json"
+        same = {"test": own["test"], "head_parameters": own["head_parameters"]}
+        other.write_text(json.dumps({**json.loads(other.read_text()), **same}))
+    told = [each for each in verdict(read_results(out)).notes if "the same model" in each]
+    assert len(told) == 1
+    assert "full softmax" in told[0].lower()
+    assert "adaptive softmax" in told[0].lower()
 
 
 def _asked(out, **changed):
@@ -364,6 +392,13 @@ def test_a_head_below_the_baseline_is_named_and_not_recommended(tmp_path):
     (note,) = [note for note in found.notes if "baseline" in note]
     assert "unigram baseline has perplexity 152" in note
     assert "did not beat it" in note
+    assert found.headline.startswith("Take ")
+    asked["baseline"]["test"]["perplexity"] = 2.0
+    path.write_text(json.dumps(asked))
+    found = verdict(read_results(tmp_path))
+    assert found.below_baseline
+    assert found.headline == "No head beats the unigram baseline"
+    assert f"{found.best.title.lower()} is the best" in found.detail.lower()
 
 
 def test_a_stalled_machine_is_told(tmp_path):

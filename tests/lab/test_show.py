@@ -21,14 +21,14 @@ def _shown(paths, *, width=100, as_json=False) -> str:
 def folders(tmp_path_factory):
     above = tmp_path_factory.mktemp("show")
     one = make(above / "one", heads=3, seeds=2)
-    other = make(above / "other", heads=3, seeds=2, budget=("epochs", 5))
+    other = make(above / "other", heads=3, seeds=2, steps=4000)
     return one, other
 
 
 def test_settings_that_differ_are_marked(folders):
     lines = _shown(folders).splitlines()
     marked = [line.split()[1] for line in lines if line.strip().startswith("≠")]
-    assert marked == ["budget.kind", "budget.amount"]
+    assert marked == ["budget.amount"]
     assert any("settings.batch" in line and line.count("64") == 2 for line in lines)
 
 
@@ -66,7 +66,7 @@ def test_runs_are_summarised_as_if_no_other_had_been_made(folders):
 
 def test_json_has_the_settings_and_the_results(folders):
     found = json.loads(_shown(folders, as_json=True))
-    assert [each["settings"]["budget.kind"] for each in found["settings"]] == ["steps", "epochs"]
+    assert [each["settings"]["budget.amount"] for each in found["settings"]] == [3000, 4000]
     assert [results["ranked_by"] for results in found["results"]] == ["perplexity"] * 2
     assert all(results["verdict"] for results in found["results"])
 

@@ -96,9 +96,7 @@ JUDGED_BY = {
 def run(path, out, **options):
     shown = io.StringIO()
     given = {"data": str(path), "budget": "6steps", "seeds": 1, "lr": "0.05", **options}
-    done = compare(
-        CompareOptions(**given), out, resume=False, quiet=False, console=Console(file=shown)
-    )
+    done = compare(CompareOptions(**given), out, resume=False, console=Console(file=shown))
     return done, shown.getvalue()
 
 

@@ -14,7 +14,7 @@ from lastlayer.cli import app
 from lastlayer.lab.comparison import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.live import Lines, LiveTable, Watcher, outcome, watcher
+from lastlayer.lab.live import EventLines, LiveTable, Watcher, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
 from lastlayer.lab.trained import as_text, export, generate, load_trained, prompt_tokens
@@ -33,7 +33,7 @@ def out(tmp_path_factory) -> Path:
         data=str(folder / "numbers.txt"), heads=("full", "hierarchical"), budget="120steps",
         seeds=1, model="bag", width=16, batch=8, length=8, lr=0.05,
     )  # fmt: skip
-    compare(options, folder / "out", resume=False, quiet=True, console=Console(quiet=True))
+    compare(options, folder / "out", resume=False, console=Console(quiet=True))
     return folder / "out"
 
 
@@ -161,8 +161,8 @@ DONE = {"status": "ok", "step_ms": 4.0, "test": {"perplexity": 12.5}}
 
 def told(terminal: bool, quiet: bool = False) -> tuple[object, io.StringIO]:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=120)
-    return watcher(console, parse_specs(["full", "nce"]), [1], quiet=quiet), file
+    console = Console(file=file, force_terminal=terminal, width=120, quiet=quiet)
+    return watcher(console, parse_specs(["full", "nce"]), [1]), file
 
 
 def test_a_terminal_gets_a_table_of_all_heads():
@@ -209,7 +209,7 @@ def test_what_is_said_stays_below_the_table():
 def test_elsewhere_there_are_lines():
     watching, file = told(terminal=False)
     (full, _) = parse_specs(["full", "nce"])
-    assert isinstance(watching, Lines)
+    assert isinstance(watching, EventLines)
     watching.starts(full, 1)
     watching.searches(full)
     watching._told = -1e9

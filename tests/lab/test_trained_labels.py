@@ -33,7 +33,7 @@ def done(tmp_path_factory):
         width=4,
     )  # fmt: skip
     return compare(
-        options, folder / "out", resume=False, quiet=True, console=Console(quiet=True)
+        options, folder / "out", resume=False, console=Console(quiet=True)
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows, TextData
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING, RowFeed, TextFeed
 from lastlayer.lab.models import MODELS, FeatureBody, ModelSettings, build_body
-from lastlayer.lab.records import Lines, finite, write_json
+from lastlayer.lab.records import JsonLines, finite, write_json
 from lastlayer.lab.training import (
     Progress,
     Stepper,
@@ -212,12 +212,12 @@ def test_a_checkpoint_that_is_cut_off_counts_for_nothing(feed, tmp_path):
 
 def test_lines_after_the_checkpoint_are_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = Lines(path)
+    lines = JsonLines(path)
     lines.append({"step": 1, "loss": float("inf")})
     kept = lines.size
     lines.append({"step": 2})
     lines.close()
-    again = Lines(path, keep=kept)
+    again = JsonLines(path, keep=kept)
     again.append({"step": 3})
     again.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [

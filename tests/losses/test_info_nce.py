@@ -6,11 +6,21 @@ import pytest
 import torch
 from dense_info_nce import dense_info_nce
 
+from lastlayer.losses import contrastive
 from lastlayer.losses.contrastive import InfoNCELoss, info_nce
 
 N, D = 23, 6
 SHARED, EACH = (7, D), (N, 3, D)
 GROUPED = ("none", "one", "two")
+
+
+FEW_PAIRS = contrastive._FEW_PAIRS
+
+
+@pytest.fixture(autouse=True)
+def as_many_pairs(monkeypatch):
+    """Small losses take the way of large ones; one test sets the limit back."""
+    monkeypatch.setattr(contrastive, "_FEW_PAIRS", 0)
 
 
 def vectors(*shape: int, dtype=torch.float64) -> torch.Tensor:
@@ -301,6 +311,51 @@ def test_empty_batches_and_negatives():
         torch.testing.assert_close(info_nce(query, key, none), plain)
         alone = info_nce(query, key, none, in_batch=False)
         torch.testing.assert_close(alone, torch.zeros_like(alone))
+        # A gradient all the same: DistributedDataParallel waits for that of each parameter.
+        (made,) = torch.autograd.grad(info_nce(query, key, none), none)
+        assert made.shape == none.shape
+
+
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_own_negatives_without_a_direction_or_of_any_length(in_batch):
+    query, key, negatives = vectors(N, D), vectors(N, D), vectors(N, 3, D)
+    for each, at in ((query, 1), (key, 2), (negatives, (0, 1))):
+        each.data[at] = 0.0
+    leaves = query, key, negatives
+    loss = info_nce(*leaves, in_batch=in_batch)
+    for each, of_each, at in zip(
+        leaves, torch.autograd.grad(loss, leaves), (1, 2, (0, 1)), strict=True
+    ):
+        assert torch.equal(of_each[at], torch.zeros_like(each[at]))
+        assert of_each.abs().max() < 100.0
+    for scale in (1e-200, 1e-30, 1e30, 1e200):
+        scaled = info_nce(*(each * scale for each in leaves), in_batch=in_batch)
+        torch.testing.assert_close(scaled, loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_few_pairs_are_as_many(symmetric, dtype, monkeypatch):
+    temperature = torch.tensor(0.3, dtype=dtype, requires_grad=True)
+    zero, mixed = vectors(N, D, dtype=dtype), vectors(N, D, dtype=dtype)
+    zero.data[3] = 0.0
+    mixed.data[:6] *= 10.0 ** torch.tensor([-30, -20, -10, 10, 20, 30]).unsqueeze(-1)
+    plain = vectors(D, N, dtype=dtype).T, vectors(N, 2 * D, dtype=dtype)[:, ::2]
+    for query, key in (plain, plain[::-1], (zero, mixed), (mixed, zero)):
+        for normalize, reduction in ((True, "mean"), (True, "sum"), (False, "mean")):
+            if not normalize and (query is zero or query is mixed):
+                continue
+            how = dict(symmetric=symmetric, normalize=normalize, reduction=reduction)
+            leaves, made = (query, key, temperature), []
+            for limit in (0, FEW_PAIRS):
+                monkeypatch.setattr(contrastive, "_FEW_PAIRS", limit)
+                loss = info_nce(query, key, temperature=temperature, **how)
+                made.append((loss, *torch.autograd.grad(loss, leaves)))
+            for many, few in zip(*made, strict=True):
+                torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        query[1] = torch.inf
+    assert info_nce(query, key, normalize=False).isnan()
 
 
 def test_gradients_only_where_they_are_wanted():

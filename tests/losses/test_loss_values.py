@@ -207,7 +207,9 @@ def test_every_target_counts_where_ignore_index_is_none(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.uint16, torch.uint64, torch.int8, torch.int16, torch.int32]
+)
 def test_class_ids_of_any_integer_dtype(name, dtype):
     loss, _ = LOSSES[name]
     scores, target = torch.randn(4, 5), torch.tensor([0, 2, 0, 4])

@@ -57,7 +57,7 @@ def test_with_dense_gradients_adam_is_that_of_torch(shape, weight_decay, missed)
         theirs.grad = ours.grad.clone()
         for each in optimizers:
             each.step()
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @both_adams
@@ -288,6 +288,15 @@ def test_a_gradient_without_rows_changes_nothing(make):
     parameter.grad = None
     optimizer.step()
     assert torch.equal(parameter, before)
+
+
+@every_optimizer
+def test_a_table_without_rows(make):
+    """As in a process that has none of the rows of a sharded table."""
+    parameter = table(shape=(0, D))
+    set_gradient(parameter, torch.zeros(0, dtype=torch.long), torch.zeros(0, D))
+    make([parameter]).step()
+    assert parameter.shape == (0, D)
 
 
 @every_optimizer

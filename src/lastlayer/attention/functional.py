@@ -9,12 +9,15 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import (
+    DTYPES,
     broadcasts,
     check_alpha,
     check_choice,
-    check_floating,
+    check_device,
+    check_dtype,
     check_int,
     check_positive,
+    check_scores,
     check_share,
 )
 from lastlayer._torch import (
@@ -22,10 +25,14 @@ from lastlayer._torch import (
     apply_of,
     autocast_dtype,
     in_dtype,
+    in_functorch,
     is_eager,
     transforms_are_active,
+    values_are_checked,
+    without_autocast,
 )
-from lastlayer.kernels.attention import Kept, Problem, scores
+from lastlayer.kernels.attention import Kept, Problem, grouped, part_of, reference, scores
+from lastlayer.maps.entmax import entmax
 
 Implementation = Literal["auto", "triton", "chunked"]
 Window = int | tuple[int | None, int | None]
@@ -34,6 +41,8 @@ Lengths = Tensor | tuple[Tensor, Tensor]
 _TENSORS = 9
 # The largest head size of the kernels, and the bytes of scores in a chunk of queries.
 _WIDEST, _CHUNK_BYTES = 256, 1 << 24
+# The largest offset; a window is cut to twice that, so that sums with it fit in int32.
+_FARTHEST = 1 << 29
 
 
 class AttentionWeights(NamedTuple):
@@ -49,6 +58,12 @@ class AttentionWeights(NamedTuple):
     values: Tensor
     keys: Tensor
     counts: Tensor
+
+    def to_dense(self, n_keys: int) -> Tensor:
+        """All weights, ``(..., heads, n, n_keys)``, with their zeros."""
+        dense = self.values.new_zeros(*self.values.shape[:-1], n_keys)
+        # What is padded with -1 has a value of 0.
+        return dense.scatter_add_(-1, self.keys.clamp(min=0), self.values)
 
 
 def sparse_attention(
@@ -73,7 +88,8 @@ def sparse_attention(
 
     The conventions are those of :func:`torch.nn.functional.scaled_dot_product_attention`. Weights
     below a threshold, which is solved to convergence for each query, are exactly zero. The matrix
-    of weights is never stored: memory grows linearly with the number of queries and keys.
+    of weights is never stored: memory grows linearly with the number of queries and keys. It is
+    stored for second derivatives, and in transforms of ``torch.func``.
 
     Choose ``alpha=1.5`` as the sparse replacement of softmax attention, 2 (sparsemax) if a query
     should attend to very few keys, and a tensor with one learned alpha per head if each head should
@@ -124,11 +140,26 @@ def sparse_attention(
         cu_seqlens, query_offset,
     )  # fmt: skip
     by_kernel = _by_kernel(problem, impl)
-    apply = _Attention.apply if transforms_are_active() else _apply
-    wanted = _Wanted._make(
-        each is not None and each.requires_grad and torch.is_grad_enabled() for each in problem[:5]
-    )
-    out: Tensor = apply(by_kernel, wanted, problem[_TENSORS:], *problem[:_TENSORS])
+    out: Tensor
+    if in_functorch():
+        if impl != "auto":
+            raise ValueError(f"impl: expected 'auto' in a transform of torch.func, got {impl!r}")
+        with without_autocast(query):
+            out = reference.forward(
+                problem, lambda s, a: torch.dropout(entmax(s, a), dropout, True)
+            )
+    else:
+        wanted = _NOTHING
+        if torch.is_grad_enabled():
+            wanted = _Wanted._make(
+                [each is not None and each.requires_grad for each in problem[:5]]
+            )
+        if True not in wanted and is_eager(problem.query):
+            # Without autograd, which costs host time.
+            out, _ = _forward(by_kernel, problem, False)
+        else:
+            apply = _Attention.apply if transforms_are_active() else _apply
+            out = apply(by_kernel, wanted, problem[_TENSORS:], *problem[:_TENSORS])
     return out.view(*batch, *out.shape[1:]) if len(batch) != 1 else out
 
 
@@ -161,7 +192,8 @@ def attention_weights(
         )  # fmt: skip
         parts = []
         for rows, keys in _chunks(p):
-            weights = _weights(p, rows, keys)
+            with without_autocast(query):
+                weights = _weights(p, rows, keys)
             counts = (weights != 0).sum(-1)
             size = int(counts.max()) if counts.numel() else 0
             values, found = weights.topk(size, dim=-1)
@@ -196,17 +228,19 @@ def _problem(
 ) -> tuple[Problem, Sequence[int]]:
     """Checked arguments with a single batch dimension, and the original batch dimensions."""
     for name, each in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, each, "queries, keys and values")
+        check_scores(each, name=name)
+        if each.is_nested:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got a nested one; concatenate the sequences and "
+                "pass cu_seqlens"
+            )
         if each.dim() < 3:
             raise ValueError(
                 f"{name}: expected (..., heads, length, size), got {tuple(each.shape)}; "
                 "add a dimension for the heads"
             )
-        if each.dtype != query.dtype or each.device != query.device:
-            raise ValueError(
-                f"{name}: expected {query.dtype} on {query.device} as query, got {each.dtype} on "
-                f"{each.device}"
-            )
+        check_device(name, each, query, "query")
+        check_dtype(name, each, query, "query")
     if (dtype := autocast_dtype(query)) is not None:
         query, key, value = (in_dtype(each, dtype) for each in (query, key, value))
     batch, (heads, n, d), m = query.shape[:-3], query.shape[-3:], key.shape[-2]
@@ -214,9 +248,9 @@ def _problem(
     left, right = _window(window, is_causal)
     rows = (*batch, heads, n, m)
     flat = (math.prod(batch), heads, n, m)
-    number, of_heads = _alpha(alpha, (*batch, heads), flat[:2])
+    number, of_heads = _alpha(alpha, (*batch, heads), flat[:2], query)
     first = stop = place = None
-    offset = check_int("query_offset", query_offset, least=-(2**31))
+    offset = check_int("query_offset", query_offset, least=-_FARTHEST, most=_FARTHEST)
     if cu_seqlens is not None:
         if offset or flat[0] != 1:
             raise ValueError(
@@ -230,9 +264,9 @@ def _problem(
             _mask(mask, rows, query).expand(rows)
         )  # fmt: skip
     seed = None
-    if dropout:
+    if dropout and not in_functorch():
         seed = torch.randint(2**62, (1,), device=query.device)
-    scale = d**-0.5 if scale is None else check_positive("scale", scale)
+    scale = max(1, d) ** -0.5 if scale is None else check_positive("scale", scale)
     if len(batch) != 1:
         query, key, value = (
             each.reshape(flat[0], *each.shape[-3:]) for each in (query, key, value)
@@ -266,21 +300,22 @@ def _window(window: Window | None, is_causal: bool) -> tuple[int, int]:
     expected = "a number of keys, (left, right) or None"
     if window is None:
         left = right = -1
-    elif isinstance(window, tuple):
+    elif isinstance(window, (tuple, list)):
         if len(window) != 2:
             raise ValueError(f"window: expected {expected}, got {window}")
         left, right = (-1 if x is None else check_int("window", x, least=0) for x in window)
     else:
         left = right = check_int("window", window) - 1
-    return left, 0 if is_causal and right != 0 else right
+    return min(left, 2 * _FARTHEST), 0 if is_causal else min(right, 2 * _FARTHEST)
 
 
 def _alpha(
-    alpha: float | Tensor, heads: tuple[int, ...], flat: tuple[int, ...]
+    alpha: float | Tensor, heads: tuple[int, ...], flat: tuple[int, ...], query: Tensor
 ) -> tuple[float, Tensor | None]:
     check_alpha(alpha)
     if not isinstance(alpha, Tensor):
         return float(alpha), None
+    check_device("alpha", alpha, query, "query")
     if alpha.dim() > 1:
         if alpha.shape[-2:] != (1, 1) or not broadcasts(alpha.shape[:-2], heads):
             raise ValueError(
@@ -294,7 +329,7 @@ def _alpha(
 
 
 def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *DTYPES):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(
             "attn_mask: expected bool (True if a query may attend) or a floating tensor that is "
@@ -304,8 +339,7 @@ def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
         raise ValueError(
             f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(mask.shape)}"
         )
-    if mask.device != query.device:
-        raise ValueError(f"attn_mask: expected {query.device} as query, got {mask.device}")
+    check_device("attn_mask", mask, query, "query")
     checked: Tensor = mask
     return checked
 
@@ -314,15 +348,17 @@ def _sequences(lengths: Any, n: int, m: int, device: torch.device) -> tuple[Tens
     """For each query: first key of its sequence, end of the sequence, and key at its position."""
     pair = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     if len(pair) != 2 or any(
-        not isinstance(x, Tensor) or x.is_floating_point() or x.dim() != 1 or not x.numel()
+        not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.dim() != 1
+        or not x.numel()
         for x in pair
     ) or pair[0].shape != pair[1].shape:  # fmt: skip
         raise ValueError(
-            "cu_seqlens: expected integers (sequences + 1,), or a pair of such tensors of the same "
-            f"length, got {lengths!r}"
+            "cu_seqlens: expected an int32 or int64 tensor (sequences + 1,), such as "
+            "torch.tensor([0, 5, 12]), or a pair of them of the same length, for queries and keys; "
+            f"got {lengths!r}"
         )
     starts, of_keys = (x.to(device=device, dtype=torch.int64) for x in pair)
-    if starts.device.type == "cpu":
+    if values_are_checked(starts):
         for name, ends, length in (("query", starts, n), ("key", of_keys, m)):
             if ends[0] != 0 or ends[-1] != length or bool((ends.diff() < 0).any()):
                 raise ValueError(
@@ -397,26 +433,49 @@ def _kept_weights(p: Problem, like: Tensor, rows: slice) -> Tensor | None:
     generator = torch.Generator(like.device)
     generator.manual_seed((int(p.seed) + rows.start) % 2**62)
     drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float32)
-    return (drawn >= p.dropout).to(like.dtype).div_(1.0 - p.dropout)
+    return (drawn >= p.dropout).to(like.dtype).mul_(_kept_factor(p.dropout))
 
 
-def _grouped(tensor: Tensor, key_heads: int) -> Tensor:
-    """Concatenates the rows of all heads that share a key head."""
-    batch, heads, n, size = tensor.shape
-    return tensor.reshape(batch, key_heads, heads // max(1, key_heads) * n, size)
+def _kept_factor(dropout: float) -> float:
+    """The factor of the weights that are not dropped."""
+    return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
 
 
-def _chunked_forward(p: Problem) -> Tensor:
+def _saves_weights(p: Problem) -> bool:
+    """Whether the weights are few: no more than the inputs have numbers, and one chunk.
+
+    They are then saved for backward, and memory is linear all the same.
+    """
     batch, heads, n, _ = p.query.shape
-    value = p.value.to(accumulation_dtype(p.query.dtype))
-    out = p.query.new_empty(batch, heads, n, value.shape[-1])
-    for rows, keys in _chunks(p):
+    few = batch * heads * n * p.key.shape[2]
+    size = accumulation_dtype(p.query.dtype).itemsize
+    inputs = p.query.numel() + p.key.numel() + p.value.numel()
+    return few <= inputs and few * size <= _CHUNK_BYTES
+
+
+def _whole(p: Problem) -> list[tuple[slice, slice]]:
+    return [(slice(0, p.query.shape[2]), slice(0, p.key.shape[2]))]
+
+
+def _chunked_forward(p: Problem, keeps: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output, and the weights if backward needs them and they are few."""
+    value = in_dtype(p.value, accumulation_dtype(p.query.dtype))
+    parts: list[Tensor] = []
+    saved: tuple[Tensor, ...] = ()
+    few = keeps and _saves_weights(p)
+    for rows, keys in _whole(p) if few else _chunks(p):
         weights = _weights(p, rows, keys)
+        if few:
+            saved = (weights,)
         if (kept := _kept_weights(p, weights, rows)) is not None:
             weights = weights * kept
-        product = _grouped(weights, value.shape[1]) @ value[:, :, keys]
-        out[:, :, rows] = product.view(batch, heads, rows.stop - rows.start, value.shape[-1])
-    return out
+        out = grouped(weights, value.shape[1]) @ part_of(value, keys)
+        parts.append(in_dtype(out.view(*weights.shape[:3], value.shape[3]), p.query.dtype))
+    return _joined(parts), saved
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 class _Wanted(NamedTuple):
@@ -427,66 +486,94 @@ class _Wanted(NamedTuple):
     mask: bool
 
 
-def _chunked_backward(p: Problem, grad: Tensor, wanted: _Wanted) -> list[Tensor | None]:
-    dtype = accumulation_dtype(p.query.dtype)
-    key_heads, (batch, heads, _, d) = p.key.shape[1], p.query.shape
-    query, key, value, upstream = (x.to(dtype) for x in (p.query, p.key, p.value, grad))
-    of_query = torch.zeros_like(query) if wanted.query else None
-    of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
-    of_alpha = None if p.head_alpha is None else query.new_zeros(batch, heads)
-    of_mask = None
+_NOTHING = _Wanted(*[False] * 5)
+
+
+def _chunked_backward(
+    p: Problem, saved: Sequence[Tensor], grad: Tensor, wanted: _Wanted
+) -> list[Tensor | None]:
+    dtype, key_heads = accumulation_dtype(p.query.dtype), p.key.shape[1]
+    query, key, value, upstream = (in_dtype(x, dtype) for x in (p.query, p.key, p.value, grad))
+    of_query: list[Tensor] = []
+    of_key = of_value = of_alpha = of_mask = None
     if wanted.mask and p.mask is not None:
         of_mask = p.mask.new_zeros(p.mask.shape, dtype=dtype)
-    for rows, keys in _chunks(p):
-        weights = _weights(p, rows, keys)
+    for rows, keys in _whole(p) if saved else _chunks(p):
+        weights = saved[0] if saved else _weights(p, rows, keys)
         kept = _kept_weights(p, weights, rows)
-        mine = _grouped(upstream[:, :, rows], key_heads)
+        mine = grouped(part_of(upstream, rows), key_heads)
         if wanted.value:
-            used = weights if kept is None else weights * kept
-            of_value[:, :, keys] += _grouped(used, key_heads).transpose(-1, -2) @ mine
-        of_weights = (mine @ value[:, :, keys].transpose(-1, -2)).view(weights.shape)
+            used = grouped(weights if kept is None else weights * kept, key_heads)
+            of_value = _accumulated(of_value, used.transpose(-1, -2) @ mine, keys, value)
+        of_weights = (mine @ part_of(value, keys).transpose(-1, -2)).view(weights.shape)
         if kept is not None:
             of_weights *= kept
         alphas = _row_alpha(p, weights.shape[2])
-        if alphas is None or not wanted.alpha or of_alpha is None:
-            alphas = None if alphas is None else alphas.contiguous()
+        alphas = None if alphas is None else alphas.contiguous()
+        if alphas is None or not wanted.alpha:
             slopes = kernels.entmax.backward("auto", weights, of_weights, p.alpha, alphas)
         else:
-            slopes, by_row = kernels.entmax.gradients(
-                "auto", weights, of_weights, alphas.contiguous()
-            )
-            of_alpha += by_row.sum(-1)
+            slopes, by_row = kernels.entmax.gradients("auto", weights, of_weights, alphas)
+            by_head = by_row.sum(-1)
+            of_alpha = by_head if of_alpha is None else of_alpha + by_head
         if of_mask is not None:
             of_mask[:, :, rows, keys] = slopes
-        slopes = _grouped(slopes * p.scale, key_heads)
-        if of_query is not None:
-            of_query[:, :, rows] = (slopes @ key[:, :, keys]).view(
-                batch, heads, rows.stop - rows.start, d
-            )
+        slopes = grouped(slopes, key_heads)
+        if wanted.query:
+            out = (slopes @ part_of(key, keys)).mul_(p.scale)
+            of_query.append(out.view(*weights.shape[:3], key.shape[3]))
         if wanted.key:
-            of_key[:, :, keys] += slopes.transpose(-1, -2) @ _grouped(query[:, :, rows], key_heads)
-    return [
-        of_query, of_key if wanted.key else None, of_value if wanted.value else None,
-        of_alpha if wanted.alpha else None, of_mask,
-    ]  # fmt: skip
+            out = slopes.transpose(-1, -2) @ grouped(part_of(query, rows), key_heads)
+            of_key = _accumulated(of_key, out.mul_(p.scale), keys, key)
+    return [_joined(of_query) if wanted.query else None, of_key, of_value, of_alpha, of_mask]
 
 
-def _forward(by_kernel: bool, p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
+def _accumulated(total: Tensor | None, part: Tensor, keys: slice, like: Tensor) -> Tensor:
+    """``total`` plus the gradient that a chunk of queries gives to its keys."""
+    if total is None:
+        if part.shape == like.shape:
+            return part
+        total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    part_of(total, keys).add_(part)
+    return total
+
+
+def _forward(by_kernel: bool, p: Problem, keeps: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output, and what backward needs."""
     if not by_kernel:
-        return _chunked_forward(p), None
+        with without_autocast(p.query):
+            return _chunked_forward(p, keeps)
     from lastlayer.kernels.attention import triton
 
-    return triton.forward(p, keeps)
+    out, kept = triton.forward(p, keeps)
+    return out, kept or ()
 
 
 def _backward(
     by_kernel: bool, p: Problem, kept: Sequence[Tensor], grad: Tensor, wanted: _Wanted
 ) -> list[Tensor | None]:
     if not by_kernel:
-        return _chunked_backward(p, grad, wanted)
+        with without_autocast(p.query):
+            return _chunked_backward(p, kept, grad, wanted)
     from lastlayer.kernels.attention import triton
 
     return triton.backward(p, Kept(*kept), grad, wanted)
+
+
+def _differentiable_backward(p: Problem, grad: Tensor, wanted: _Wanted) -> list[Tensor | None]:
+    """The gradients as differentiable functions of inputs and ``grad``; stores all weights."""
+    if p.seed is not None:
+        raise RuntimeError(
+            "sparse_attention: second derivatives are not supported with dropout; set dropout_p=0"
+        )
+    tensors = p.query, p.key, p.value, p.head_alpha, p.mask
+    inputs = [
+        each for each, asked in zip(tensors, wanted, strict=True) if asked and each is not None
+    ]
+    with without_autocast(p.query):
+        out = reference.forward(p, entmax)
+    made = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
+    return [next(made) if asked else None for asked in wanted]
 
 
 _SCHEMA = (
@@ -505,7 +592,7 @@ _NUMBERS = len(Problem._fields)
 def _registered(*given: Any) -> list[Tensor]:
     *parts, by_kernel, keeps = given
     out, kept = _forward(by_kernel, Problem(*parts), keeps)
-    return [out, *(kept or ())]
+    return [out, *kept]
 
 
 def _registered_backward(*given: Any) -> list[Tensor]:
@@ -520,8 +607,11 @@ def _fake(*given: Any) -> list[Tensor]:
     p = Problem(*parts)
     batch, heads, n, _ = p.query.shape
     out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
-    if not (by_kernel and keeps):
+    if not keeps:
         return [out]
+    if not by_kernel:
+        few, dtype = _saves_weights(p), accumulation_dtype(p.query.dtype)
+        return [out, out.new_empty(batch, heads, n, p.key.shape[2], dtype=dtype)] if few else [out]
     from lastlayer.kernels.attention.triton import kept_shapes
 
     numbers, blocks = kept_shapes(p)
@@ -560,8 +650,7 @@ class _Attention(torch.autograd.Function):
         p = Problem(*tensors, *numbers)
         keeps = any(wanted)
         if is_eager(p.query):
-            out, kept = _forward(by_kernel, p, keeps)
-            pieces = list(kept or ())
+            out, pieces = _forward(by_kernel, p, keeps)
         else:
             out, *pieces = torch.ops.lastlayer.sparse_attention(*p, by_kernel, keeps)
         ctx.given = by_kernel, wanted, numbers
@@ -570,15 +659,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "sparse_attention: second derivatives are not supported; if you need them, use "
-                "lastlayer.entmax(query @ key.mT * scale) @ value"
-            )
         by_kernel, wanted, numbers = ctx.given
-        tensors, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+        # Read once: non-reentrant checkpointing allows no more.
+        saved = ctx.saved_tensors
+        tensors, kept = saved[:_TENSORS], saved[_TENSORS:]
         p = Problem(*tensors, *numbers)
-        if is_eager(grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            computed = _differentiable_backward(p, grad, wanted)
+        elif is_eager(grad):
             computed = _backward(by_kernel, p, kept, grad, wanted)
         else:
             computed = torch.ops.lastlayer.sparse_attention_backward(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from lastlayer._checks import check_alpha, check_int
+from lastlayer._checks import check_alpha, check_int, check_scores, check_tensor
 from lastlayer.attention.functional import (
     AttentionWeights,
     attention_weights,
@@ -32,6 +32,13 @@ class _Alpha(nn.Module):
             # With log(alpha - 1) no optimiser step can make alpha 1 or less.
             self.log_excess = nn.Parameter(start)
 
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        _missing: list[str], *more: Any,
+    ) -> None:  # fmt: skip
+        # A state_dict of torch's layer has no alphas: they keep their values.
+        super()._load_from_state_dict(state, prefix, metadata, strict, [], *more)
+
     def forward(self) -> float | Tensor:
         return self.fixed if self.log_excess is None else 1.0 + self.log_excess.exp()
 
@@ -43,15 +50,24 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
     """:class:`torch.nn.MultiheadAttention` with entmax weights instead of softmax.
 
     Constructor, arguments, results and parameters are those of torch's layer, so that its
-    ``state_dict`` loads. As in that layer, True in a bool mask means *not* allowed.
+    ``state_dict`` loads; learned alphas then keep their values. As in that layer, True in a bool
+    mask means *not* allowed.
 
     Args:
         embed_dim: size of inputs and outputs.
         num_heads: number of heads, each of size ``embed_dim // num_heads``.
+        dropout: the probability that a weight is dropped in training. The returned weights are
+            those before dropout.
+        bias: whether the projections have biases.
+        add_bias_kv: whether to add a learned key and value.
+        add_zero_attn: whether to add a key and value of zeros.
+        kdim: size of keys, by default ``embed_dim``.
+        vdim: size of values, by default ``embed_dim``.
+        batch_first: whether inputs are ``(batch, length, size)`` and not ``(length, batch, size)``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         alpha: 1 is softmax, 1.5 the usual choice, 2 sparsemax.
         learn_alpha: whether to learn an alpha per head, initialised with ``alpha``.
-        options: options of ``nn.MultiheadAttention``: dropout, bias, add_bias_kv, add_zero_attn,
-            kdim, vdim, batch_first, device, dtype.
 
     Example:
         >>> layer = SparseMultiheadAttention(32, 4, alpha=2.0, batch_first=True)
@@ -65,15 +81,30 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         self,
         embed_dim: int,
         num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         alpha: float = 1.5,
         learn_alpha: bool = False,
-        **options: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, **options)
+        if check_int("embed_dim", embed_dim) % check_int("num_heads", num_heads):
+            raise ValueError(
+                f"num_heads: expected a divisor of embed_dim={embed_dim}, got {num_heads}"
+            )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
+            batch_first, **factory,
+        )  # fmt: skip
         # In eval mode torch's encoder layer reads this, and would use its own softmax if True.
         self._qkv_same_embed_dim = False
-        factory: dict[str, Any] = {k: options[k] for k in ("device", "dtype") if k in options}
         self.alpha = _Alpha(alpha, learn_alpha, num_heads, factory)
 
     def forward(
@@ -91,6 +122,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
         Unlike there, ``is_causal`` needs no ``attn_mask``.
         """
+        self._check_inputs(query, key, value)
         batched = query.dim() == 3
         if not batched:
             query, key, value = (each.unsqueeze(0) for each in (query, key, value))
@@ -111,7 +143,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         weights = None
         if need_weights:
             weights = self._weights(query, key, mask, is_causal, alpha)
-            out = torch.dropout(weights, dropout, self.training) @ value
+            # A mask may have a wider dtype than the values.
+            out = torch.dropout(weights, dropout, self.training).to(value.dtype) @ value
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             out = sparse_attention(
@@ -122,6 +155,28 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        sizes = (query, self.embed_dim), (key, self.kdim), (value, self.vdim)
+        for name, (each, size) in zip(("query", "key", "value"), sizes, strict=True):
+            check_scores(each, name=name)
+            if each.dim() not in (2, 3) or each.shape[-1] != size:
+                batched = "batch, length" if self.batch_first else "length, batch"
+                raise ValueError(
+                    f"{name}: expected ({batched}, {size}) or (length, {size}), got "
+                    f"{tuple(each.shape)}"
+                )
+        if value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(
+                f"value: expected the batch and length of key, {tuple(key.shape[:-1])}, got "
+                f"{tuple(value.shape[:-1])}"
+            )
+        at = 0 if self.batch_first else 1
+        if key.dim() != query.dim() or (key.dim() == 3 and key.shape[at] != query.shape[at]):
+            raise ValueError(
+                f"key: expected the batch of query, of shape {tuple(query.shape)}, got "
+                f"{tuple(key.shape)}; batch_first={self.batch_first}"
+            )
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Projected queries, keys and values, ``(batch, heads, length, size)``."""
@@ -144,6 +199,15 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         self, mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor
     ) -> Tensor | None:
         """Both masks combined, in the format of :func:`sparse_attention`."""
+        for name, each in (("attn_mask", mask), ("key_padding_mask", padding)):
+            if each is not None:
+                check_tensor(name, each)
+                if each.dtype != torch.bool and not each.is_floating_point():
+                    raise TypeError(
+                        f"{name}: expected bool, True for what is not allowed, or floats that are "
+                        f"added to the scores, got {each.dtype}; convert with {name} == 0 if 1 "
+                        f"means allowed, else with {name}.bool()"
+                    )
         n, m = query.shape[2], key.shape[2] - (self.bias_k is not None)
         if mask is not None:
             shapes = [(n, m), (len(query) * self.num_heads, n, m)]
@@ -237,6 +301,7 @@ class AttentionPooling(nn.Module):
         Returns:
             ``(batch, in_features)``, or ``(batch, n_queries, in_features)``.
         """
+        self._check(hidden, mask)
         # All queries share the same keys and values.
         out = sparse_attention(
             *self._query_and_key(hidden), hidden.unsqueeze(1), **self._options(mask)
@@ -257,11 +322,27 @@ class AttentionPooling(nn.Module):
             >>> bool((found.counts == (found.values > 0).sum(-1)).all())
             True
         """
+        self._check(hidden, mask)
         with torch.no_grad():
             found = attention_weights(*self._query_and_key(hidden), **self._options(mask))
         values, keys, counts = found.values.squeeze(2), found.keys.squeeze(2), found.counts
         parts = values, keys, counts.squeeze(2)
         return AttentionWeights(*(parts if self.n_queries > 1 else (x.squeeze(1) for x in parts)))
+
+    def _check(self, hidden: Tensor, mask: Tensor | None) -> None:
+        check_scores(hidden, name="hidden")
+        if hidden.dim() != 3 or hidden.shape[2] != self.in_features:
+            raise ValueError(
+                f"hidden: expected (batch, length, {self.in_features}), got {tuple(hidden.shape)}"
+            )
+        if mask is None:
+            return
+        check_tensor("mask", mask)
+        if mask.dtype != torch.bool or mask.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"mask: expected bool of shape {tuple(hidden.shape[:2])}, False for padding, got "
+                f"{mask.dtype} of shape {tuple(mask.shape)}; convert numbers with mask.bool()"
+            )
 
     def _query_and_key(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         query = self.query[:, None].expand(len(hidden), -1, -1, -1)

@@ -202,7 +202,8 @@ def linear_statistics(
     )
     in_top_k, ignore_index = rank < k, options.get("ignore_index", -100)
     if ignore_index is not None:
-        in_top_k = in_top_k & (target != ignore_index)
+        # As int64: compared with 8-bit ids, -100 would be 156.
+        in_top_k = in_top_k & (target.long() != ignore_index)
     return Statistics(loss, log_prob, entropy, lse, argmax, in_top_k)
 
 

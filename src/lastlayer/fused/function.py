@@ -237,6 +237,8 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         engine, options, reduction, wanted, dtypes, n, kept = ctx.given
+        if grad is None:
+            return *(None,) * 4, *(None,) * n
         saved = ctx.saved_tensors
         size, pieces = saved[len(kept)], saved[len(kept) + 1 :]
         operands: list[Tensor | None] = [None] * n
@@ -263,19 +265,18 @@ _apply = apply_of(_FusedLoss)
 def _gradients(
     engine: Engine,
     call: Call,
-    grad: Tensor | None,
+    grad: Tensor,
     size: Tensor | None,
     pieces: Sequence[Any],
     reusable: bool,
 ) -> Grads:
     """The gradients of the operands, from the saved pieces and the upstream gradient."""
-    factor = grad
+    factor: Tensor | None = grad
     if engine.recomputes(call.options, call.reduction):
         left = [each for each in pieces if each is not None and each.numel()]
         # The gradient of losses.sum() is an expanded scalar with stride 0.
-        upstream = None if grad is None else grad.contiguous()
-        operands = [*call.operands, *left]
-        result = engine.invoke(Call(operands, call.options, call.reduction, call.wanted, upstream))
+        again = call._replace(operands=[*call.operands, *left], upstream=grad.contiguous())
+        result = engine.invoke(again)
         factor, size, pieces, reusable = None, result.size, result.pieces, True
     if size is not None:
         factor = size if factor is None else factor * size
@@ -403,8 +404,10 @@ def scaled(pieces: Sequence[Tensor | None], factor: Tensor, reusable: bool) -> G
     The factor is a scalar tensor that may be outside the range of half precision.
     """
     if reusable:
-        first, *others = [each for each in pieces if each is not None]
-        kernels.products.scale_("auto", first, others, factor)
+        # None are left if the weight's gradient has been added to `weight_grad`.
+        made = [each for each in pieces if each is not None]
+        if made:
+            kernels.products.scale_("auto", made[0], made[1:], factor)
         return list(pieces)
     return [
         None if each is None else (each.to(factor.dtype) * factor).to(each.dtype) for each in pieces

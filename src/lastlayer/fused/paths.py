@@ -281,12 +281,20 @@ def reduced(
     if ignore_index is None:
         counted = losses.new_full((), max(1, losses.shape[0]))
     elif target.device.type == "cpu" and is_eager(target):
-        # numpy takes less host time than three torch operations.
-        known = int((as_numpy(target) != ignore_index).sum())
-        counted = losses.new_full((), max(1, known))
+        counted = losses.new_full((), max(1, _count(target, ignore_index)))
     else:
         counted = (target != ignore_index).sum(dtype=losses.dtype).clamp(min=1.0)
     return total / counted, counted
+
+
+def _count(target: Tensor, ignore_index: int | None) -> int:
+    """The number of targets on a CPU that are not ignored.
+
+    By numpy, which takes less host time than three torch operations.
+    """
+    if ignore_index is None:
+        return target.shape[0]
+    return int((as_numpy(target) != ignore_index).sum())
 
 
 class _PathEngine(Engine):
@@ -497,75 +505,38 @@ def _(rows: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
     ]
 
 
-class _OneByOneEngine(Engine):
-    """Child log-probabilities with one product per node; backward recomputes the scores.
+class _OneByOneEngine(_GroupEngine):
+    """The same with one product per node; on a CPU one kernel computes all small groups.
 
-    Operands: rows, weight, bias; node, position, row_start. The result is log-probabilities of the
-    shape of ``node``, 0 where that is ``n_inner``. On a CPU one kernel computes all small groups;
-    without it, nodes must have more than two children.
+    Without that kernel, nodes must have more than two children. Losses of targets need it.
     """
 
     name = "nodes_one_by_one"
-    schema = "bool sparse"
-    n_constants = 3
-    what = _GroupEngine.what
-    instead = _GroupEngine.instead
+    kept = (0, 1)
+    recomputes_unreduced = True
 
     def compute(self, call: Call) -> Result:
-        (rows, weight, bias, node, position, row_start), options, _, wanted, upstream = call
-        (sparse,), m, d = options, node.shape[1], rows.shape[1]
+        (rows, weight, bias, node, position, row_start), options = call.operands[:6], call.options
+        (n_inner, *_), _, _, ignore_index, sparse = options
+        target, *paths = call.operands[6:]
+        upstream, scale = call.upstream, 1.0
+        if target is not None:
+            node, position = _entries_of(target, paths, n_inner, ignore_index)
+            if call.reduction == "mean":
+                scale = 1.0 / max(1, _count(target, ignore_index))
+            if upstream is None and call.makes_gradients:
+                upstream = rows.new_full((), -scale).expand(node.shape)
+            elif upstream is not None:
+                upstream = -upstream.unsqueeze(-1).expand(node.shape)
         groups, position = groups_of(row_start, node.reshape(-1)), position.reshape(-1)
-        few = groups.entries() * groups.width * d < _KERNEL_MULTIPLICATIONS
-        few = few | (groups.width == 1) if kernel_suits(rows, weight) else few & False
-        small, large = groups.some(few), [*groups.some(~few).blocks()]
         with without_autocast(rows):
-            if upstream is None:
-                made = rows.new_zeros(node.shape)
-                if len(small.row):
-                    from lastlayer.kernels.node_groups import cpu as kernel
-
-                    kernel.choose(rows, weight, bias, *small, position, made)
-                for block, entries in large:
-                    scores = block_scores(weight, bias, rows[entries // m], block)
-                    chosen = position[entries].unsqueeze(-1)
-                    found = torch.log_softmax(scores, -1).gather(-1, chosen)
-                    made.view(-1)[entries] = found.squeeze(-1)
-                return Result(made)
-            # This is the backward pass: only gradients are computed.
-            upstream, place, at = upstream.reshape(-1), groups.row, None
-            if sparse:
-                place = np.cumsum(groups.width) - groups.width
-                steps = np.repeat(groups.row - place, groups.width)
-                at = torch.from_numpy(steps + np.arange(len(steps))).to(rows.device)
-            of_weight, of_bias = (
-                None if not need else torch.zeros_like(each) if at is None
-                else each.new_empty(len(at), *each.shape[1:])
-                for each, need in zip((weight, bias), wanted[1:], strict=True)
-            )  # fmt: skip
-            of_rows = torch.zeros_like(rows) if wanted[0] else None
-            if len(small.row):
-                from lastlayer.kernels.node_groups import cpu as kernel
-
-                # The entries of a row are in different groups, so each writes to its own buffer.
-                parts = rows.new_zeros(*node.shape, d) if wanted[0] else None
-                kernel.gradients(
-                    rows, weight, bias, *small, position, upstream, place[few], parts, of_weight,
-                    of_bias,
-                )  # fmt: skip
-                of_rows = None if parts is None else parts.sum(1)
-            for (block, entries), first in zip(large, place[~few].tolist(), strict=True):
-                mine, chosen = entries // m, position[entries].unsqueeze(-1)
-                hidden, factor = rows[mine], upstream[entries].unsqueeze(-1)
-                slopes = torch.softmax(block_scores(weight, bias, hidden, block), -1)
-                slopes = slopes.mul_(-factor).scatter_add_(-1, chosen, factor)
-                if of_rows is not None:
-                    of_rows.index_add_(0, mine, slopes @ weight[block].to(rows.dtype))
-                here = slice(first, first + slopes.shape[1])
-                if of_weight is not None:
-                    of_weight[here] = slopes.t() @ hidden
-                if of_bias is not None:
-                    of_bias[here] = slopes.sum(0)
-        return Result(rows.new_empty(node.shape), (of_rows, of_weight, of_bias, at))
+            made, pieces = _one_by_one(
+                rows, weight, bias, groups, position, node.shape, upstream, call.wanted, sparse
+            )
+        if target is not None:
+            made = made.sum(-1).neg_()
+            made = made if call.reduction == "none" else made.sum() * scale
+        return Result(made, pieces)
 
     def fake(self, call: Call) -> Result:
         made = call.operands[0].new_empty(call.operands[3].shape)
@@ -575,10 +546,107 @@ class _OneByOneEngine(Engine):
         of_each = [torch.empty_like(each) if needed else None for each, needed in pairs]
         return Result(made, (*of_each, None))
 
-    def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
-        del factor, reusable
-        (*made, touched), (sparse,) = pieces, call.options
+    def finish(
+        self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
+    ) -> Grads:
+        *made, touched = pieces
+        if factor is not None:
+            made = Engine.finish(self, call, made, factor, reusable)
+        sparse = call.options[-1]
         return _as_needed(made, touched if sparse else None, call.operands[1].shape, call.wanted)
+
+
+def _entries_of(
+    target: Tensor, paths: Sequence[Tensor], n_inner: int, ignore_index: int | None
+) -> tuple[Tensor, Tensor]:
+    """The nodes on the path of each target and the children taken, ``(n, longest path)``, on a CPU.
+
+    ``paths`` are the tables path_start, path_edge, edge_node and child_start. Nodes are ``n_inner``
+    beyond the end of a path, and in ignored rows. By numpy, which for few rows takes a third of
+    torch's host time.
+    """
+    known, (start, path_edge, edge_node, child_start) = as_numpy(target), map(as_numpy, paths)
+    counted = None if ignore_index is None else known != ignore_index
+    known = known if counted is None else np.where(counted, known, 0)
+    first = start[known]
+    lengths = start[known + 1] - first
+    if counted is not None:
+        lengths *= counted
+    steps = np.arange(lengths.max(initial=0))
+    inside = steps < lengths[:, None]
+    edge = path_edge[np.where(inside, first[:, None] + steps, 0)]
+    node = edge_node[edge].astype(np.int64)
+    position = edge - child_start[node]
+    node[~inside] = n_inner
+    return torch.from_numpy(node), torch.from_numpy(position)
+
+
+def _one_by_one(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: "Groups",
+    position: Tensor,
+    shape: torch.Size,
+    upstream: Tensor | None,
+    wanted: Sequence[bool],
+    sparse: bool,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Log-probabilities of the given shape, 0 for entries in no group.
+
+    If ``upstream``, of that shape, is given, also the gradients of rows, weight and bias for it,
+    and the rows of the latter two if they are ``sparse``.
+    """
+    m, d = shape[1], rows.shape[1]
+    few = groups.entries() * groups.width * d < _KERNEL_MULTIPLICATIONS
+    few = few | (groups.width == 1) if kernel_suits(rows, weight) else few & False
+    small, large = groups.some(few), [*groups.some(~few).blocks()]
+    made = rows.new_zeros(shape)
+    if upstream is None:
+        if len(small.row):
+            from lastlayer.kernels.node_groups import cpu as kernel
+
+            kernel.choose(rows, weight, bias, *small, position, made)
+        for block, entries in large:
+            scores = block_scores(weight, bias, rows[entries // m], block)
+            chosen = position[entries].unsqueeze(-1)
+            made.view(-1)[entries] = torch.log_softmax(scores, -1).gather(-1, chosen).squeeze(-1)
+        return made, ()
+    upstream, place, at = upstream.reshape(-1), groups.row, None
+    if sparse:
+        place = np.cumsum(groups.width) - groups.width
+        steps = np.repeat(groups.row - place, groups.width)
+        at = torch.from_numpy(steps + np.arange(len(steps))).to(rows.device)
+    of_weight, of_bias = (
+        None if not need or each is None else torch.zeros_like(each) if at is None
+        else each.new_empty(len(at), *each.shape[1:])
+        for each, need in zip((weight, bias), wanted[1:], strict=True)
+    )  # fmt: skip
+    of_rows = torch.zeros_like(rows) if wanted[0] else None
+    if len(small.row):
+        from lastlayer.kernels.node_groups import cpu as kernel
+
+        # The entries of a row are in different groups, so each writes to its own buffer.
+        parts = rows.new_zeros(*shape, d) if wanted[0] else None
+        kernel.gradients(
+            rows, weight, bias, *small, position, made, upstream, place[few], parts, of_weight,
+            of_bias,
+        )  # fmt: skip
+        of_rows = None if parts is None else parts.sum(1)
+    for (block, entries), first in zip(large, place[~few].tolist(), strict=True):
+        mine, chosen = entries // m, position[entries].unsqueeze(-1)
+        hidden, factor = rows[mine], upstream[entries].unsqueeze(-1)
+        log_probs = torch.log_softmax(block_scores(weight, bias, hidden, block), -1)
+        made.view(-1)[entries] = log_probs.gather(-1, chosen).squeeze(-1)
+        slopes = log_probs.exp_().mul_(-factor).scatter_add_(-1, chosen, factor)
+        if of_rows is not None:
+            of_rows.index_add_(0, mine, slopes @ weight[block].to(rows.dtype))
+        here = slice(first, first + slopes.shape[1])
+        if of_weight is not None:
+            of_weight[here] = slopes.t() @ hidden
+        if of_bias is not None:
+            of_bias[here] = slopes.sum(0)
+    return made, (of_rows, of_weight, of_bias, at)
 
 
 _GROUPS, _ONE_BY_ONE = _GroupEngine(), _OneByOneEngine()
@@ -613,11 +681,10 @@ def node_log_probs(
     children, or any number if :func:`groups_suit` or :func:`kernel_suits`. The nodes of each row
     are on ``paths`` paths.
     """
-    operands = rows, weight, bias, node, position, tables.row_start
-    if not groups_suit(tables, rows):
-        return fused_loss(_ONE_BY_ONE, operands, (sparse,), "none")[0]
+    engine = _GROUPS if groups_suit(tables, rows) else _ONE_BY_ONE
+    operands = rows, weight, bias, node, position, tables.row_start, *(None,) * 5
     options = list(tables.sizes(paths)), node.shape[1], tables.n_classes, None, sparse
-    return fused_loss(_GROUPS, (*operands, *(None,) * 5), options, "none")[0]
+    return fused_loss(engine, operands, options, "none")[0]
 
 
 def group_loss(
@@ -631,7 +698,12 @@ def group_loss(
     reduction: str,
     sparse: bool,
 ) -> Tensor:
-    """:func:`path_loss` for wide nodes; needs a row, no overlap, and :func:`groups_suit`."""
+    """:func:`path_loss` for wide nodes; needs a row and no overlap.
+
+    ``rows`` are as :func:`groups_suit` or :func:`kernel_suits` requires.
+    """
+    grouped = groups_suit(tables, rows)
+    engine = _GROUPS if grouped else _ONE_BY_ONE
     tree = tables.path_start, tables.path_edge, tables.edge_node, tables.child_start
     sizes = tables.sizes(1)
 
@@ -640,10 +712,10 @@ def group_loss(
     ) -> Tensor:
         operands = rows, weight, bias, None, None, tables.row_start, target, *tree
         options = list(sizes), tables.longest, tables.n_classes, ignore_index, sparse
-        return fused_loss(_GROUPS, operands, options, reduction)[0]
+        return fused_loss(engine, operands, options, reduction)[0]
 
     n, step = rows.shape[0], max(1, _HELD_SCORES // most_scores(1, sizes))
-    if n <= step:
+    if n <= step or not grouped:
         return loss(rows, target, weight, bias, reduction)
     chunks = [slice(first, min(n, first + step)) for first in range(0, n, step)]
     losses = in_chunks(loss, rows, [target], [weight, bias], chunks)

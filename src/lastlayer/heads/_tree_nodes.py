@@ -78,15 +78,15 @@ def tree_loss(
 ) -> Tensor:
     """The reduced negative log-likelihood of targets ``(n,)``."""
     tables, weight, bias, sparse = nodes
-    given = tables, rows, weight, bias, target
     how: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, sparse=sparse)
     if tables.binary_paths:
-        return path_loss(*given, **how)
+        return path_loss(tables, rows, weight, bias, target, **how)
     with without_autocast(rows):
         grouped = groups_suit(tables, rows)
-        if grouped and not tables.overlaps and len(rows):
-            return group_loss(*given, **how)
         rows = rows if grouped else wide(rows)
+        one_path = tables.has_wide and not tables.overlaps and len(rows)
+        if one_path and (grouped or kernel_suits(rows, weight)):
+            return group_loss(tables, rows, weight, bias, target, **how)
         counted, known = None, target
         if ignore_index is not None:
             counted = target != ignore_index

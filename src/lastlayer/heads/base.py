@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 from abc import ABC, abstractmethod
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Self
@@ -136,7 +137,8 @@ class SavedModule(TabledModule):
         """
         folder, config, kind = Path(folder), self._saved_config(self.config()), type(self)
         name = (kind.__bases__[-1] if made_by_fsdp(kind) else kind).__name__
-        text = json.dumps({"head": name, "arguments": config}, indent=2) + "\n"
+        arguments = {"head": name, "arguments": config}
+        text = json.dumps(arguments, indent=2, default=_as_json_number) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
         self._save_extra(folder)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -248,7 +250,8 @@ class SavedModule(TabledModule):
         At hidden state 0 the head then predicts the class frequencies.
 
         Args:
-            counts: number of occurrences of each class, ``(n_classes,)``; 0 is treated as 0.5.
+            counts: number of occurrences of each class, or their frequencies, ``(n_classes,)``; 0
+                is treated as 0.5, or as half of the smallest count above 0 if that is less.
         """
         raise NotImplementedError(
             f"init_bias_from_counts: expected a head with biases, got {type(self).__name__}, which "
@@ -623,8 +626,14 @@ def deformed_log(logs: Tensor, alpha: float) -> Tensor:
 
 def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:
     """Log of each class's relative frequency, finite even for count 0; in the dtype of ``like``."""
-    given = torch.from_numpy(as_counts(counts, n_classes)).clamp(min=0.5)
-    return in_dtype((given / given.sum()).log(), like.dtype).to(like.device)
+    given = torch.from_numpy(as_counts(counts, n_classes))
+    given = given.clamp(min=count_for_zero(given))
+    return in_dtype(given.log() - given.sum().log(), like.dtype).to(like.device)
+
+
+def count_for_zero(counts: Tensor) -> float:
+    """What a count of 0 is treated as; counts may be frequencies, of which 0.5 exceeds most."""
+    return min(0.5, float(counts[counts > 0].min()) / 2.0)
 
 
 def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
@@ -657,6 +666,15 @@ def _class_named(name: str, cls: type[Any], folder: Path) -> type[Any]:
 
 def _below(cls: type[Any]) -> list[type[Any]]:
     return [each for child in cls.__subclasses__() for each in (child, *_below(child))]
+
+
+def _as_json_number(value: Any) -> Any:
+    """A number that JSON does not know, such as one of numpy, as one of Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"expected an argument that JSON can hold, got {type(value).__name__}")
 
 
 def _safetensors() -> ModuleType:

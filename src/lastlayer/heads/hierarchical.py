@@ -192,7 +192,8 @@ class HierarchicalSoftmax(Head):
         node gets the log of its share. At hidden state 0 the head then predicts the frequencies.
 
         Args:
-            counts: number of occurrences of each class, ``(n_classes,)``; 0 is treated as 0.5.
+            counts: number of occurrences of each class, or their frequencies, ``(n_classes,)``; 0
+                is treated as 0.5, or as half of the smallest count above 0 if that is less.
         """
         if self.bias is None:
             raise ValueError(

@@ -34,7 +34,7 @@ from lastlayer.fused.prediction import (
 )
 from lastlayer.fused.recompute import in_chunks, weighted_sum_in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads.base import deformed_log
+from lastlayer.heads.base import count_for_zero, deformed_log
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe
 from lastlayer.losses.calibration import ZLPRCalibrator
@@ -176,8 +176,9 @@ class MultiLabel(LinearHead):
         distribution is then the share of each label among all labels.
 
         Args:
-            counts: number of rows with each label, ``(n_classes,)``; 0 is treated as 0.5.
-            n_rows: total number of rows; not needed for "sparsemax".
+            counts: number of rows with each label, ``(n_classes,)``; 0 is treated as 0.5, or as
+                half of the smallest count above 0 if that is less.
+            n_rows: total number of rows, 1 for counts that are shares; not needed for "sparsemax".
         """
         given = torch.from_numpy(as_counts(counts, self.n_classes))
         if n_rows is None and self.loss != "sparsemax":
@@ -193,7 +194,8 @@ class MultiLabel(LinearHead):
         if self.loss == "sparsemax" and self.bias is not None:
             self.bias.copy_(deformed_log(self._scores_from_counts(counts), 2.0))
         if n_rows is not None and self.loss != "sparsemax" and self.bias is not None:
-            log_odds = (given.clamp(0.5, n_rows - 0.5) / n_rows).logit()
+            least = count_for_zero(given)
+            log_odds = (given.clamp(least, n_rows - least) / n_rows).logit()
             self.bias.copy_(log_odds / 2 if self.loss == "zlpr" else log_odds)
 
     def forward(

@@ -1,5 +1,6 @@
 """Sparse attention for Hugging Face Transformers, through its attention registry."""
 
+import functools
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
     Select it with ``from_pretrained(..., attn_implementation=name)`` or
     ``model.set_attn_implementation(name)``; it works in training, evaluation and generation.
     Transformers does not save this choice. The mask function is registered too, since without it
-    a model would attend to padding and to other sequences.
+    a model would attend to padding and to other sequences. Models that do not take their attention
+    from the registry, such as Bloom, raise a ValueError when they run.
 
     To learn alpha, add a parameter ``lastlayer_alpha`` with one value per attention head to an
     attention module before the optimiser is created.
@@ -83,8 +85,32 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
         return out.transpose(1, 2).contiguous(), weights
 
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, sdpa_mask)
+
+    def make_mask(*given: Any, config: Any = None, **more: Any) -> Tensor | None:
+        # While a compiler traces, the check would read source code.
+        if config is not None and not torch.compiler.is_compiling():
+            kind: Any = type(config)
+            _check_architecture(kind, name)
+        mask: Tensor | None = sdpa_mask(*given, config=config, **more)
+        return mask
+
+    AttentionMaskInterface.register(name, make_mask)
     return name
+
+
+@functools.cache
+def _check_architecture(config_type: Any, name: str) -> None:
+    """Refuses models that compute softmax themselves, and would add the bool mask to scores."""
+    from transformers import MODEL_MAPPING
+
+    kind: Any = MODEL_MAPPING.get(config_type, None)
+    kind = kind[0] if isinstance(kind, (tuple, list)) else kind
+    if kind is not None and not kind._can_set_attn_implementation():
+        raise ValueError(
+            f"attn_implementation: expected a model that takes its attention from the registry of "
+            f"Transformers, got {name!r} for {kind.__name__}, which always computes softmax; use "
+            "attn_implementation='eager'"
+        )
 
 
 def _weights(query: Tensor, key: Tensor, **options: Any) -> Tensor:

@@ -4,6 +4,8 @@ Runs, folders and pages are the same as those of ``lastlayer compare``.
 """
 
 import hashlib
+import math
+import numbers
 import re
 import shutil
 import tempfile
@@ -129,10 +131,15 @@ def compare(
         raise LabError(
             f"steps: expected None if epochs={epochs} is given, got {steps}; give one of them"
         )
-    if steps is not None and (steps != int(steps) or steps < 1):
-        raise LabError(f"steps: expected a whole number from 1, got {steps}")
-    if epochs is not None and not 0 < epochs < float("inf"):
-        raise LabError(f"epochs: expected a number above 0, got {epochs}")
+    lengths: tuple[tuple[str, Any, Any, str], ...] = (
+        ("steps", steps, numbers.Integral, "a whole number from 1"),
+        ("epochs", epochs, numbers.Real, "a number above 0"),
+    )
+    for name, value, kind, expected in lengths:
+        if value is not None and not (isinstance(value, kind) and 0 < value < math.inf):
+            raise LabError(f"{name}: expected {expected}, got {value!r}")
+    if isinstance(heads, str | type):
+        raise LabError(f"heads: expected a list of heads, got {heads!r}; put it into a list")
     one_of("task", task, CLASS_TASKS)
     if heads is None and task == "lm" and class_names is None:
         # Heads that read spellings need class names.
@@ -150,7 +157,7 @@ def compare(
     )  # fmt: skip
     try:
         options = options_of(options, folder, resume)
-        done = conduct(options, folder, make, quiet=not progress, console=Console(), ray=ray)
+        done = conduct(options, folder, make, console=Console(quiet=not progress), ray=ray)
     except BaseException as error:
         if out is None and not (folder / "compare.json").exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -32,7 +32,7 @@ PACKAGES = (
 )  # fmt: skip
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
 _for_processes = partial(typer.Option, rich_help_panel="Several processes")
 Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
@@ -96,7 +96,8 @@ def as_flags(text: str) -> str:
 
     # File names may contain these words, so only mentions of an option are replaced.
     text = re.sub(rf"\b({names})='?((?<=')[^']*)'?", flag, text)
-    return re.sub(rf"(?<=another |; lower )({names})\b", flag, text)
+    said = r"(?<=another |; lower )|(?<=: )(?=\w+: expected)"
+    return re.sub(rf"(?:{said})({names})\b", flag, text)
 
 
 def _with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -171,8 +172,8 @@ def _compare(
     from lastlayer.lab.report import write_report
     from lastlayer.lab.show import print_summary
 
-    console = Console()
-    done = run(options, out, resume=resume, quiet=quiet or as_json, console=console, ray=ray)
+    console = Console(quiet=quiet or as_json)
+    done = run(options, out, resume=resume, console=console, ray=ray)
     page = write_report(out)
     if as_json:
         runs = [{k: v for k, v in each.items() if k != "explorer"} for each in done.results]
@@ -238,7 +239,7 @@ def inspect(options: CompareOptions, hidden: Hidden = 256, as_json: AsJson = Fal
         return
     console = Console()
     for line in told_of({"task": read.task, "description": read.description}):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     render(found, console)
 
 
@@ -254,22 +255,21 @@ def plan(
     rows: Annotated[int | None, typer.Option(
         parser=whole_number, metavar="N", help="Targets per step: batch size times length; with "
         "--ranks those of each process, 1024 by default.")] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time to measure all heads together, in seconds.")
-    ] = 60.0,
+    seconds: Annotated[float | None, typer.Option(
+        min=0.0, help="Time to measure all heads together, in seconds; 60 by default.")] = None,
     ranks: Annotated[int | None, _for_processes(
         min=1, help="Instead count the cost of heads over this many processes with DDP, FSDP2 and "
         "class-parallel. Nothing is measured. Without --head, the full softmax.")] = None,
-    memory: Annotated[
-        float, _for_processes(help="Memory for the head in each process, in GB.")
-    ] = 80.0,
+    memory: Annotated[float | None, _for_processes(
+        help="Memory for the head in each process, in GB; 80 by default.")] = None,
     gbps: Annotated[float | None, _for_processes(
         help="Bandwidth of a process in Gbit/s, to add the time of its traffic.")] = None,
-    slots: Annotated[int, _for_processes(
-        min=0, help="Values per parameter in the state of the optimiser; 2 for Adam.")] = 2,
-    dtype: Annotated[str, _for_processes(
-        metavar="float32|bfloat16|float16", help="Dtype of parameters and hidden states.",
-    )] = "float32",
+    slots: Annotated[int | None, _for_processes(
+        min=0, help="Values per parameter in the state of the optimiser; 2 by default, for Adam.",
+    )] = None,
+    dtype: Annotated[str | None, _for_processes(
+        metavar="float32|bfloat16|float16",
+        help="Dtype of parameters and hidden states; float32 by default.")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure time and memory of a training step of each head for a number of classes.
@@ -279,10 +279,17 @@ def plan(
     console = Console()
     with refusals():
         settled = options.settled()
+        of_processes = {"memory": memory, "gbps": gbps, "slots": slots, "dtype": dtype}
+        unused = of_processes if ranks is None else {"seconds": seconds}
+        for name, value in unused.items():
+            if value is not None:
+                when = "with" if ranks is None else "without"
+                raise LabError(f"--{name}: expected it only {when} --ranks, got {value}")
         if ranks is not None:
             _plan_processes(
                 settled, console, as_json, classes, hidden or 512, 1024 if rows is None else rows,
-                ranks, memory=memory, gbps=gbps, optimizer_slots=slots, dtype=dtype,
+                ranks, memory=80.0 if memory is None else memory, gbps=gbps,
+                optimizer_slots=2 if slots is None else slots, dtype=dtype or "float32",
             )  # fmt: skip
             return
         if hidden is None or rows is None:
@@ -297,7 +304,7 @@ def plan(
         with console.status("Measuring …") if shown else nullcontext() as at:
             planned = costs.plan(
                 classes, hidden, rows, device, task=settled.task or "lm",
-                heads=tuple(settled.heads), seconds=seconds,
+                heads=tuple(settled.heads), seconds=60.0 if seconds is None else seconds,
                 tell=lambda text: None if at is None else at.update(f"Measuring {text} …"),
             )  # fmt: skip
     if as_json:
@@ -350,7 +357,7 @@ def report(
 
 
 def generate(
-    run: Run,
+    run: RunFolder,
     *,
     prompt: Annotated[
         str, typer.Option(help="Beginning of the text, tokenized in the same way as the data.")
@@ -389,7 +396,7 @@ def generate(
 
 
 def export(
-    run: Run,
+    run: RunFolder,
     *,
     to: Annotated[Path, typer.Option(metavar="DIR", help="A folder that is new or empty.")],
 ) -> None:

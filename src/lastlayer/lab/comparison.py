@@ -58,16 +58,14 @@ def compare(
     out: Path,
     *,
     resume: bool,
-    quiet: bool,
     console: Console,
     ray: str | None = None,
 ) -> Compared:
     """Compare heads on the data in the options; ``ray`` is the address of a cluster, if any."""
     options = options_of(options, out, resume)
-    output = Console(quiet=True) if quiet else console
 
     def make(settled: Settled, device: torch.device) -> Subject:
-        output.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
+        console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
         data = settled.read()
         subject = _of_data(data, options.settled(data.task), device)
         if subject.model.kind == IDENTITY:
@@ -83,7 +81,7 @@ def compare(
                     )
         return subject
 
-    return conduct(options, out, make, quiet=quiet, console=console, ray=ray)
+    return conduct(options, out, make, console=console, ray=ray)
 
 
 def conduct(
@@ -91,7 +89,6 @@ def conduct(
     out: Path,
     make: Make,
     *,
-    quiet: bool,
     console: Console,
     ray: str | None = None,
 ) -> Compared:
@@ -112,22 +109,21 @@ def conduct(
         lock = records.Lock(out)
         open_things.callback(lock.release)
         try:
-            output = Console(quiet=True) if quiet else console
-            bench, specs = _prepare(options, out, make(settled, device), device, output)
+            bench, specs = _prepare(options, out, make(settled, device), device, console)
         except BaseException:
             lock.release()
             if new:
                 with suppress(OSError):
                     out.rmdir()
             raise
-        watching = watcher(console, specs, settled.seeds, quiet=quiet)
+        watching = watcher(console, specs, settled.seeds)
         open_things.callback(watching.close)
         # Garbage is collected after each run; objects that exist before the first need no scan.
         gc.collect()
         gc.freeze()
         open_things.callback(gc.unfreeze)
         # Ctrl-C is acknowledged with --quiet, too.
-        say = partial(typer.echo, err=True) if quiet else watching.says
+        say = partial(typer.echo, err=True) if console.quiet else watching.says
         with _interruptible(say) as stopped:
             results = run_all(bench, specs, settled.seeds, watching, stopped)
             costs = None
@@ -161,7 +157,7 @@ def _prepare(
 ) -> tuple[Bench, list[HeadSpec]]:
     """Check everything and write compare.json before the first run; returns bench and heads."""
     for line in records.told_of(subject.data):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     task = subject.model.task
     settled = options.settled(task)
     if subject.usual_lr is not None and settled.finds_rate:
@@ -337,8 +333,13 @@ def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
 
 def _check_space(out: Path, specs: list[HeadSpec], seeds: int, subject: Subject) -> None:
     """Check that all models and the largest checkpoint fit on disk, and that all heads build."""
-    needs = subject.needs
+    needs, model = subject.needs, subject.model
+    free = machine.free_memory(torch.device("cpu"))
     try:
+        # A system that overcommits memory would kill the process when it fills the embedding.
+        embedding = 0 if model.kind == IDENTITY else _FLOAT * model.inputs * model.width
+        if free is not None and embedding > free:
+            raise MemoryError(f"{as_bytes(embedding)} of embeddings, {as_bytes(free)} free")
         of_body = sum(each.numel() for each in subject.make_body().parameters())
         of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
     except (MemoryError, RuntimeError) as error:

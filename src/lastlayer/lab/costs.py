@@ -28,7 +28,13 @@ from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError, SpecError, first_line
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.machine import PeakMemory, free_memory, give_back, is_out_of_memory, load
+from lastlayer.lab.machine import (
+    PeakMemory,
+    free_memory,
+    give_back,
+    is_out_of_memory,
+    load_per_core,
+)
 from lastlayer.lab.options import CLASS_TASKS, DEVICES, one_of, whole
 from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
@@ -482,7 +488,7 @@ def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
         "class frequencies by Zipf's law."
     )
     console.print(Text(text, style="dim"))
-    if (busy := load()) is not None and busy > BUSY:
+    if (busy := load_per_core()) is not None and busy > BUSY:
         console.print(
             f"The machine is busy (load {busy:.1f} per core): these times are unreliable.",
             style="yellow", highlight=False,

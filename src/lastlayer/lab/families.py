@@ -6,7 +6,7 @@ This module does not import torch: the help of ``lastlayer compare`` lists the f
 from typing import NamedTuple
 
 
-class Family(NamedTuple):
+class Display(NamedTuple):
     """The display of a family, which is the first part of a spec."""
 
     title: str  # display name
@@ -14,25 +14,25 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "full": Family("Full softmax", 0),
-    "entmax": Family("Entmax", 6),
-    "sparsemax": Family("Sparsemax", 9),
-    "topk": Family("Top-k softmax", 8),
-    "hierarchical": Family("Hierarchical softmax", 2),
-    "adaptive": Family("Adaptive softmax", 1),
-    "differentiated": Family("Differentiated softmax", 5),
-    "char_cnn": Family("Char-CNN softmax", 10),
-    "sampled": Family("Sampled softmax", 3),
-    "importance": Family("Importance sampling", 11),
-    "adaptive_importance": Family("Adaptive importance sampling", 12),
-    "nce": Family("NCE", 4),
-    "negative": Family("Negative sampling", 7),
-    "self_normalized": Family("Self-normalised softmax", 13),
-    "zlpr": Family("ZLPR", 1),
-    "bce": Family("Binary cross-entropy", 0),
-    "asymmetric": Family("Asymmetric loss", 2),
-    "sparsemax_labels": Family("Multi-label sparsemax", 3),
-    "info_nce": Family("InfoNCE", 0),
+    "full": Display("Full softmax", 0),
+    "entmax": Display("Entmax", 6),
+    "sparsemax": Display("Sparsemax", 9),
+    "topk": Display("Top-k softmax", 8),
+    "hierarchical": Display("Hierarchical softmax", 2),
+    "adaptive": Display("Adaptive softmax", 1),
+    "differentiated": Display("Differentiated softmax", 5),
+    "char_cnn": Display("Char-CNN softmax", 10),
+    "sampled": Display("Sampled softmax", 3),
+    "importance": Display("Importance sampling", 11),
+    "adaptive_importance": Display("Adaptive importance sampling", 12),
+    "nce": Display("NCE", 4),
+    "negative": Display("Negative sampling", 7),
+    "self_normalized": Display("Self-normalised softmax", 13),
+    "zlpr": Display("ZLPR", 1),
+    "bce": Display("Binary cross-entropy", 0),
+    "asymmetric": Display("Asymmetric loss", 2),
+    "sparsemax_labels": Display("Multi-label sparsemax", 3),
+    "info_nce": Display("InfoNCE", 0),
 }
 # The colour of users' own heads.
 OWN_COLOUR = 14

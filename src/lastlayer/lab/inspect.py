@@ -290,6 +290,9 @@ def render(found: Inspection, console: Console) -> None:
     for key in (key for key in SAID if key in found.numbers):
         label, form = SAID[key]
         value = found.numbers[key]
+        if key.startswith("tail") and not value:
+            # There are not as many classes.
+            continue
         if key == "cutoffs":
             value = ", ".join(f"{each:,}" for each in value) or "none: a full softmax is as fast"
         table.add_row(label, Text(form.format(value)))

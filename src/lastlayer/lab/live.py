@@ -132,7 +132,7 @@ class Forecast:
         return f"{_clock(passed)} passed, about {_clock(left)} left of {_clock(passed + left)}"
 
 
-class Lines(Watcher):
+class EventLines(Watcher):
     """Prints a line for each event, with the time of day."""
 
     def __init__(self, out: Console, specs: Sequence[HeadSpec], seeds: int) -> None:
@@ -312,13 +312,13 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.4g}"
 
 
-def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: bool) -> Watcher:
+def watcher(out: Console, specs: list[HeadSpec], seeds: list[int]) -> Watcher:
     """The watcher that suits the console."""
-    if quiet:
+    if out.quiet:
         return Watcher()
     if out.is_terminal:
         return LiveTable(out, specs, seeds)
-    return Lines(out, specs, len(seeds))
+    return EventLines(out, specs, len(seeds))
 
 
 def _clock(seconds: float) -> str:

@@ -191,7 +191,7 @@ def free_memory(device: torch.device) -> int | None:
         return None
 
 
-def load() -> float | None:
+def load_per_core() -> float | None:
     """Load average per core; None if unknown."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)

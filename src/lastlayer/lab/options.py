@@ -27,7 +27,7 @@ DEVICES = ("auto", "cpu", "cuda")
 READING = (
     "vocab_size", "min_count", "limit", "encoding", "text", "label", "features", "tokenizer"
 )  # fmt: skip
-MOST_SEEDS, MOST_SEED = 10_000, 2**31
+MOST_SEEDS, MOST_SEED, MOST_THREADS = 10_000, 2**31, 1024
 AUTO = "auto"
 DEFAULT_BUDGET = "400steps"
 # The most frequent tokens of the embedded corpus.
@@ -164,9 +164,14 @@ class CompareOptions:
                 f"--model: expected bag for --task {task}, got {model!r}; rows of features "
                 "have no order to read them in"
             )
+        if self.layers is not None and model == "bag":
+            raise LabError(
+                f"--layers: expected none for a bag backbone, which has one, got {self.layers}"
+            )
         finds_rate = self.lr in (None, AUTO)
         first = whole("--seed", self.seed, 1, least=0, most=MOST_SEED)
         seeds = whole("--seeds", self.seeds, 3, most=MOST_SEEDS)
+        whole("--threads", self.threads, 1, most=MOST_THREADS)
         tolerance = 0.03 if self.tolerance is None else self.tolerance
         if not 0 <= tolerance < 1:
             raise LabError(f"--tolerance: expected a share from 0 to 1, got {tolerance}")
@@ -189,7 +194,7 @@ class CompareOptions:
             lr=_RATES[model] if finds_rate else _rate(self.lr),
             finds_rate=finds_rate,
             tolerance=tolerance,
-            threads=None if self.threads is None else whole("--threads", self.threads, 1),
+            threads=self.threads,
         )
 
     def _reading(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class Lines:
+class JsonLines:
     """Appends to a file of JSON lines; every line is flushed."""
 
     def __init__(self, path: Path, keep: int = 0) -> None:

@@ -39,6 +39,7 @@ class HeadSummary:
     # The best validation up to the time, and up to the step, that all finished runs reached.
     at_equal_seconds: Estimate | None
     at_equal_steps: Estimate | None
+    equal_time: Mapping[int, float]  # that of at_equal_seconds, by seed
     # Relative improvement of validation over the last quarter of the steps.
     gain: float | None = None
     gain_before: float | None = None  # over the quarter before it
@@ -122,6 +123,11 @@ class Results:
             return theirs / ours - 1.0 if ours else math.inf
         return 1.0 - theirs / ours if ours else 0.0
 
+    @property
+    def baseline_name(self) -> str:
+        """The name of the baseline, such as ``unigram``."""
+        return str(self.comparison.baseline.get("name", "frequency"))
+
     def baseline(self) -> float | None:
         """The ranking metric of predicting the class frequencies on test data; None if unknown."""
         found = self.comparison.baseline.get("test")
@@ -133,16 +139,27 @@ class Results:
         base, own = self.baseline(), summary.mean(self.metric.key)
         return base is None or own is None or self.metric.better(own, base)
 
-    def told_apart(self) -> dict[str, bool]:
+    @property
+    def best_at_equal_time(self) -> HeadSummary | None:
+        """The head with the best validation at equal time; None without one."""
+        pick = min if self.metric.lower_is_better else max
+        timed = [(at.mean, s) for s in self.ranked if (at := s.at_equal_seconds) is not None]
+        return pick(timed, key=lambda place: place[0])[1] if timed else None
+
+    def told_apart(self, *, timed: bool = False) -> dict[str, bool]:
         """By slug, whether a head is significantly different from the best one.
 
         Paired t-tests with Holm's correction over all pairs of heads, since the best one is chosen
-        by the same runs. With one seed no difference is significant.
+        by the same runs. With one seed no difference is significant. They compare test data at the
+        end, or with ``timed`` validation data at equal time.
         """
-        ranked = self.ranked
-        found = p_values([each.by_seed(self.metric) for each in ranked], log=self.metric.log)
+        best = self.best_at_equal_time if timed else self.ranked[0]
+        others = [s for s in self.ranked if s is not best]
+        heads = [s for s in (best, *others) if s is not None]
+        values = [s.equal_time if timed else s.by_seed(self.metric) for s in heads]
+        found = p_values(values, log=self.metric.log)
         corrected = zip(found, holm([*found.values()]), strict=True)
-        return {ranked[j].head.slug: p < LEVEL for (i, j), p in corrected if i == 0}
+        return {heads[j].head.slug: p < LEVEL for (i, j), p in corrected if i == 0}
 
     def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
         """The Pareto front of quality and cost, cheapest first; ties are kept."""
@@ -179,11 +196,12 @@ def summarise(comparison: Comparison) -> Results:
     for head in comparison.heads:
         runs = tuple(run for run in comparison.runs if run.head.slug == head.slug)
         finished = [run for run in runs if run.finished]
-        equal = _at(finished, metric, "seconds", equal_seconds)
+        timed = _at(finished, metric, "seconds", equal_seconds)
         at_end = _at(finished, metric, "steps", equal_steps)
+        at_time, at_step = (estimate([*v.values()], log=metric.log) for v in (timed, at_end))
         now, before = (_gain(finished, metric, *span) for span in (_LAST, _BEFORE))
         found = _estimates(finished)
-        summaries.append(HeadSummary(head, runs, found, equal, at_end, now, before))
+        summaries.append(HeadSummary(head, runs, found, at_time, at_step, timed, now, before))
     return Results(comparison, metric, _ranked(summaries, metric), equal_seconds, equal_steps)
 
 
@@ -244,16 +262,17 @@ def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | N
     return (1 - share) * y0 + share * y1
 
 
-def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) -> Estimate | None:
-    """The best validation up to a time or step, since the best model of a run is tested."""
-    pick, found = min if metric.lower_is_better else max, []
+def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) -> dict[int, float]:
+    """By seed, the best validation up to a time or step, since the best model is tested."""
+    pick, found = min if metric.lower_is_better else max, {}
     if where is None:
-        return None
+        return {}
     for run in runs:
         last = interpolate(run, metric, axis, where)
         if last is not None:
-            found.append(pick([last, *(v for x, v in curve(run, metric, axis) if x <= where)]))
-    return estimate(found, log=metric.log)
+            before = (value for x, value in curve(run, metric, axis) if x <= where)
+            found[run.seed] = pick([last, *before])
+    return found
 
 
 def _gain(runs: Sequence[Run], metric: Metric, start: float, end: float) -> float | None:

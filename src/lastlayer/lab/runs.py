@@ -24,7 +24,7 @@ from lastlayer.lab.budget import Schedule
 from lastlayer.lab.errors import first_line
 from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Feed
-from lastlayer.lab.machine import PeakMemory, give_back, is_out_of_memory, load
+from lastlayer.lab.machine import PeakMemory, give_back, is_out_of_memory, load_per_core
 from lastlayer.lab.models import ModelSettings
 from lastlayer.lab.specs import HeadSpec
 from lastlayer.lab.training import (
@@ -40,11 +40,6 @@ from lastlayer.lab.training import (
 CLIP = 1.0
 # Runs with these states are not repeated on resume; other failures may not recur.
 FINAL = ("ok", "nan", "diverged")
-_COSTS = (
-    "steps", "epochs", "best_step", "lr", "bias", "seconds", "tokens", "step_ms", "step_ms_low",
-    "step_ms_high", "step_ms_mean", "load", "tokens_per_second", "peak_memory_mb", "parameters",
-    "head_parameters",
-)  # fmt: skip
 # Keeps the seeds of heads apart from those of backbones and batches.
 _HEAD_SEED = 1_000_003
 # Learning rates to try: the default one, its neighbours, and further ones while the outermost is
@@ -262,11 +257,11 @@ def written(
     reason: str | None,
     found: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the result of a run into its folder; unknown values are None."""
+    """Write the result of a run into its folder; values that are not known are left out."""
     result = {
         "head": spec.text, "label": spec.label, "slug": spec.slug, "family": spec.family,
-        "seed": seed, "status": status, "reason": reason, **dict.fromkeys(_COSTS), "test": None,
-        "explorer": [], **(found or {}),
+        "seed": seed, "status": status, "reason": reason, "test": None, "explorer": [],
+        **(found or {}),
     }  # fmt: skip
     folder = bench.folder(spec, seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -321,7 +316,7 @@ def _costs(training: Training, memory: PeakMemory, steps_per_epoch: int) -> dict
         "step_ms_low": low,
         "step_ms_high": high,
         "step_ms_mean": statistics.fmean(times) if times else None,
-        "load": load(),
+        "load": load_per_core(),
         "seconds": now.seconds,
         "tokens": now.tokens,
         "tokens_per_second": now.tokens / now.seconds if now.seconds else None,

@@ -212,8 +212,8 @@ def _of_user(module: str, name: str, arguments: str) -> tuple[Family, str]:
     cls = getattr(imported, name, None)
     if cls is None:
         heads = [n for n, each in vars(imported).items() if _is_head(each)]
-        what = f"no class in {module} {name!r}{_nearest(name, heads)}"
-        raise SpecError(f"{what}; its heads are {', '.join(heads) or 'none'}")
+        what = f"no class {name!r} in {module}{_nearest(name, heads)}"
+        raise SpecError(f"{what}; heads in it: {', '.join(heads) or 'none'}")
     if not _is_head(cls):
         what = "expected a class that derives from lastlayer.heads.Head"
         raise SpecError(f"{what}, got {cls!r}")

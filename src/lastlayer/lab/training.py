@@ -23,7 +23,7 @@ from lastlayer.lab.budget import Schedule
 from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Batch, Feed
 from lastlayer.lab.machine import PeakMemory
-from lastlayer.lab.records import Lines, read_json, replacing, write_json
+from lastlayer.lab.records import JsonLines, read_json, replacing, write_json
 from lastlayer.optim import RowAdam
 
 _STATE, _BEST = "state.json", "best.safetensors"
@@ -266,7 +266,7 @@ class Training:
         if loaded is not None:
             self.progress, times = loaded
             self._times.extend(times)
-        self._lines = Lines(folder / "metrics.jsonl", keep=self.progress.lines)
+        self._lines = JsonLines(folder / "metrics.jsonl", keep=self.progress.lines)
         self._last_loss: float | None = None
         self._saved_at, self._save_cost = time.perf_counter(), 0.0
 

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
@@ -26,6 +27,8 @@ _MOST_AHEAD = 20.0
 _MOST_NAMED = 3
 # Step times up to this ratio count as equal.
 _SAME_TIME = 1.05
+# Relative difference of the results of one model, computed in two ways.
+_SAME_RESULT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Verdict:
     """If it is too early, the estimated number of steps until the recommendation is clear."""
     runner_up: HeadSummary | None = None
     """The best head other than the recommended one."""
+    below_baseline: bool = False
+    """Whether no head beats the frequency baseline, so that none can be recommended."""
 
     @property
     def sentence(self) -> str:
@@ -89,9 +94,17 @@ def verdict(results: Results) -> Verdict:
         # Also name the head that would be recommended now.
         cheaper = f"; {in_sentence(chosen)} would be taken now, {assessment}"
         detail += "." if chosen is best else f"{cheaper}."
+    below = not results.beats_baseline(best)
+    if below:
+        headline = f"No head beats the {results.baseline_name} baseline"
+        detail = (
+            f": after {budget_text(results)} {in_sentence(best)} is the best with {metric.label} "
+            f"{quality}, and the baseline has {metric.format(results.baseline())}; train longer, "
+            "or look for an error in the data."
+        )
     runner_up = next(s for s in ranked if s is not chosen)
     findings = _findings(results, chosen, runner_up, tied)
-    return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
+    return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up, below)
 
 
 def recommended(results: Results) -> HeadSummary:
@@ -126,17 +139,24 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
     if any(_steeper(each) for each in falling):
         # Improvement still accelerates, so it cannot be extrapolated.
         factors.append(_AHEAD)
+    factors += [2 * factor for _, factor in _passing(results)]
+    if not factors:
+        return None
+    return _rounded(steps * min(_MOST_AHEAD, max(2.0, *factors)))
+
+
+def _passing(results: Results) -> list[tuple[HeadSummary, float]]:
+    """Heads that would pass the best one, each with the factor of the steps until then."""
+    best, found = results.ranked[0], []
     for other in results.ranked[1:]:
-        closing = (other.gain or 0.0) - best.gain
+        closing = (other.gain or 0.0) - (best.gain or 0.0)
         gap = results.loss(best, other)
         # Changes within the tolerance do not change the recommendation.
         matters = gap > results.tolerance or closing > results.tolerance
         reach = closing * math.log(_AHEAD) / math.log(_QUARTER)
         if closing > 0 and matters and gap <= reach:
-            factors.append(2 * _QUARTER ** (gap / closing))
-    if not factors:
-        return None
-    return _rounded(steps * min(_MOST_AHEAD, max(2.0, *factors)))
+            found.append((other, _QUARTER ** (gap / closing)))
+    return found
 
 
 def _falling(results: Results, chosen: HeadSummary) -> list[HeadSummary]:
@@ -202,18 +222,13 @@ def in_sentence(summary: HeadSummary) -> str:
 
 
 def budget_text(results: Results) -> str:
-    """The budget in words."""
-    budget = results.comparison.budget
-    amount = budget.get("amount")
-    if not isinstance(amount, int | float):
+    """The steps of each run, such as ``400 steps (2.5 epochs)``."""
+    steps, epochs = (results.comparison.budget.get(key) for key in ("amount", "epochs"))
+    if not isinstance(steps, int | float):
         return "the same budget"
-    kind = str(budget.get("kind", ""))
-    if kind == "seconds":
-        return metrics.seconds(float(amount))
-    text = f"{amount:,g} {kind if amount != 1 else kind.rstrip('s')}"
-    epochs = budget.get("epochs")
-    if kind == "steps" and isinstance(epochs, int | float):
-        text += f" ({epochs:.2g} epochs)"
+    text = f"{steps:,g} step{'s' * (steps != 1)}"
+    if isinstance(epochs, int | float):
+        text += f" ({epochs:.3g} epoch{'s' * (epochs != 1)})"
     return text
 
 
@@ -267,14 +282,14 @@ def _findings(
     value = describe(metric, best.estimates[metric.key])
     steps = f"After the same {budget_text(results)} {in_sentence(best)} has the best quality"
     found = [f"{steps}, {metric.label} {value}; {_certainty(best, tied)}."]
-    sign = 1.0 if metric.lower_is_better else -1.0
-    timed = [(at, s) for s in results.ranked if (at := s.at_equal_seconds) is not None]
-    if results.equal_seconds is not None and len(timed) > 1:
-        at, winner = min(timed, key=lambda place: sign * place[0].mean)
+    winner = results.best_at_equal_time
+    if results.equal_seconds is not None and winner is not None and winner.at_equal_seconds:
+        apart = results.told_apart(timed=True)
+        level = [s for s in results.ranked if not apart.get(s.head.slug, True)]
         found.append(
             f"At equal time ({metrics.seconds(results.equal_seconds)} of training) "
             f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
-            f"{metric.format(at.mean)}."
+            f"{describe(metric, winner.at_equal_seconds)}; {_certainty(winner, level)}."
         )
     return *found, _runner_up_sentence(results, chosen, runner_up, tied)
 
@@ -307,7 +322,8 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
     if falling := _falling(results, chosen):
         shown = joined(f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling)
         return f"the leaders still gain fast over the last quarter of the steps: {shown}"
-    return "curves of the leaders would cross soon"
+    passing = _names_or_count([other for other, _ in _passing(results)], "heads")
+    return f"{passing} would soon pass {in_sentence(results.ranked[0])} at the present rate"
 
 
 def _notes(results: Results) -> list[str]:
@@ -329,10 +345,16 @@ def _notes(results: Results) -> list[str]:
     below = [s for s in results.ranked if not results.beats_baseline(s)]
     if below:
         notes.append(
-            f"The {asked.baseline.get('name', 'frequency')} baseline has {metric.label} "
+            f"The {results.baseline_name} baseline has {metric.label} "
             f"{metric.format(results.baseline())}; {joined(map(in_sentence, below))} did not beat "
             "it."
         )
+    for one, other in combinations(results.ranked, 2):
+        if _is_same_model(one, other):
+            notes.append(
+                f"{one.title} and {in_sentence(other)} have the same results and the same number "
+                "of parameters: for this data they are the same model."
+            )
     if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
             "The machine was disturbed: steps took far longer than their median, or other "
@@ -346,6 +368,16 @@ def _notes(results: Results) -> list[str]:
             "the others did."
         )
     return notes
+
+
+def _is_same_model(one: HeadSummary, other: HeadSummary) -> bool:
+    """Whether all test metrics agree, as those of adaptive softmax without clusters and full."""
+    keys = [metrics.HEAD_PARAMETERS.key, *(metric.key for metric in metrics.QUALITY)]
+    pairs = [(one.mean(key), other.mean(key)) for key in keys]
+    return all(
+        a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=_SAME_RESULT))
+        for a, b in pairs
+    )
 
 
 def _statuses(summaries: Sequence[HeadSummary]) -> str:

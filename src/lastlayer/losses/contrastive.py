@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
 from lastlayer._checks import (
     NUMBER_OR_TENSOR,
@@ -19,7 +19,8 @@ from lastlayer._checks import (
     check_tensor,
 )
 from lastlayer._processes import Shares, check_gather, gathered, shares, summed
-from lastlayer._torch import accumulation_dtype, values_are_checked
+from lastlayer._torch import accumulation_dtype, as_numpy, autocast_dtype, values_are_checked
+from lastlayer.fused.scores import fits_one_cpu_product
 from lastlayer.fused.similarity import (
     Groups,
     Pairs,
@@ -33,6 +34,9 @@ GroupsOrPair = Tensor | tuple[Tensor, Tensor]
 SAME_GROUP = ("ignore", "positive")
 # Ranks that match nothing: of a query whose group has no keys, and of a key without a group.
 _UNMATCHED, _WITHOUT = -1, -2
+# On a CPU: up to this many pairs the host needs more time than the products, and the shortest
+# vectors whose squares are precise in float32.
+_FEW_PAIRS, _SHORTEST = 1 << 16, 1e-15
 
 
 def info_nce(
@@ -151,6 +155,8 @@ def info_nce(
         query, key, negatives, pair, negative_groups, scale_of(temperature, query), symmetric,
         in_batch, same_group == "positive", normalize, chunk_rows,
     )  # fmt: skip
+    if of is None and reduction != "none" and (loss := _of_few_pairs(batch, reduction)) is not None:
+        return loss
     compared = _compared(batch, of, gather_negatives)
     if reduction == "none":
         return _losses(batch, compared, of)
@@ -194,6 +200,31 @@ class _Compared(NamedTuple):
     """The column of the first query's own key."""
     number: Tensor | None
     """Number of positives of each query; None if it is its own key only."""
+
+
+def _of_few_pairs(batch: _Batch, reduction: str) -> Tensor | None:
+    """A small loss on a CPU by torch's own operations, which take the host half the time.
+
+    None for other losses, and where torch's operations are not exact: for vectors that are zero or
+    whose squares are out of range, and for a loss that is not finite.
+    """
+    query, key, n = batch.query, batch.key, batch.query.shape[0]
+    plain = batch.negatives is None and batch.groups is None and batch.in_batch
+    if not plain or not 0 < n * n <= _FEW_PAIRS or autocast_dtype(query) is not None:
+        return None
+    if not fits_one_cpu_product(query, n, batch.chunk_rows):
+        return None
+    if batch.normalize:
+        lengths = [torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (query, key)]
+        known = [as_numpy(each.detach()) for each in lengths]
+        if not all(each.min() > _SHORTEST and each.max() < 1 / _SHORTEST for each in known):
+            return None
+        query, key = query / lengths[0], key / lengths[1]
+    scores, own = (query @ key.T) * batch.scale, torch.arange(n)
+    loss = cross_entropy(scores, own, reduction=reduction)
+    if batch.symmetric:
+        loss = 0.5 * (loss + cross_entropy(scores.T, own, reduction=reduction))
+    return loss if math.isfinite(loss.item()) else None
 
 
 def _compared(batch: _Batch, of: Shares | None, gather_negatives: bool) -> _Compared:
@@ -299,7 +330,7 @@ def _with_own_negatives(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Adds negatives ``(n, m, d)``. Their scores take less memory than they do, and are stored."""
     negatives = batch.negatives
-    if negatives is None or negatives.shape[1] == 0:
+    if negatives is None:
         return lse, pulled, number
     scores = _pair_scores(batch.query.unsqueeze(1), negatives, batch.normalize) * batch.scale
     if batch.groups is not None and batch.negative_groups is not None:
@@ -347,12 +378,27 @@ def _pair_scores(query: Tensor, key: Tensor, normalize: bool) -> Tensor:
     wide = accumulation_dtype(query.dtype)
     query, key = query.to(wide), key.to(wide)
     if normalize:
-        query, key = (functional.normalize(each, dim=-1) for each in (query, key))
+        query, key = _unit(query), _unit(key)
     return (query * key).sum(-1)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Vectors divided by their lengths; a vector of zeros stays zero and gets no gradient.
+
+    Dividing by the largest entry first keeps the squares in range.
+    """
+    if not vectors.shape[-1]:
+        return vectors
+    size = vectors.detach().abs().amax(-1, keepdim=True)
+    vectors = vectors / torch.where(size == 0, 1.0, size)
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return torch.where(length == 0, 0.0, vectors / torch.where(length == 0, 1.0, length))
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
     """Over the last dimension; a fully masked row gives -inf, with gradient 0 instead of NaN."""
+    if not scores.shape[-1]:
+        return scores.sum(-1) - torch.inf
     peak = scores.detach().amax(-1, keepdim=True)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     total = torch.exp(scores - peak).sum(-1)

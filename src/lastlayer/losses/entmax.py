@@ -422,8 +422,10 @@ def _rows(
         probs = kernels.topk_softmax.forward("auto", rows, k)
     else:
         probs = kernels.entmax.forward("auto", rows, alpha, row_alpha)
+    # The Triton kernel takes class ids only. Distributions get here for topk_softmax_loss.
+    dense = target.is_floating_point() and _uses_triton("entmax_rows_", rows)
     given = probs, rows, target, factors, alpha, row_alpha, slopes
-    return kernels.entmax_rows.forward_("auto", *given), probs
+    return kernels.entmax_rows.forward_("reference" if dense else "auto", *given), probs
 
 
 def _widened_rows(

@@ -184,8 +184,10 @@ def _logistic_loss(
     A row without unmasked positives has loss 0.
     """
     if positive.dim() < negative.dim():
-        positive = positive.unsqueeze(-1)
-        mask = None if mask is None else mask.unsqueeze(-1)
+        if mask is None:
+            # One positive in each row: nothing is masked or averaged.
+            return -reduced(logsigmoid(positive) + logsigmoid(-negative).sum(-1), None, reduction)
+        positive, mask = positive.unsqueeze(-1), mask.unsqueeze(-1)
     if mask is None:
         mask = torch.ones_like(positive, dtype=torch.bool)
     counts = mask.any(-1)

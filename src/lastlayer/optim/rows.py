@@ -63,7 +63,8 @@ class RowOptimizer(Optimizer):
             self._update("reference", parameter, None, gradient, state, group)
             return
         _check_row_sparse(parameter, gradient)
-        rows = parameter.view(parameter.shape[0], -1)
+        # Not -1, which is ambiguous for a table without rows.
+        rows = parameter.view(parameter.shape[0], parameter.shape[1:].numel())
         ids, values = slots.of(gradient, rows)
         self._update("auto", rows, ids, values, state, group)
 

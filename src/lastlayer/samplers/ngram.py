@@ -76,8 +76,10 @@ class AdaptiveNGram(Sampler):
         self.rate = check_share("rate", rate)
         self.mixture_rate = check_not_negative("mixture_rate", mixture_rate)
         self.unigram = unigram
-        self.lists = torch.nn.ModuleList(ContextLists(contexts, width) for _ in range(order - 1))
-        parts = torch.full((order,), PARTS // order, device="cpu")
+        self.lists = torch.nn.ModuleList(
+            ContextLists(self.contexts, self.width) for _ in range(self.order - 1)
+        )
+        parts = torch.full((self.order,), PARTS // self.order, device="cpu")
         parts[0] += PARTS - int(parts.sum())
         self.register_buffer("mixture", parts)
 

@@ -126,14 +126,13 @@ def _corrected(scores: Tensor, log_prob: Tensor, ids: Tensor | None, correction:
     elif correction == "exact":
         # As the general case: a probability may be above 1 by rounding.
         rest = torch.log(-torch.expm1(log_prob[:n, None].clamp(max=0.0)))
-        others = rest - (math.log(max(1, m - 1)) if again is None else _log_others(again))
-        scores = scores + (others - log_prob).fill_diagonal_(0.0)
+        # Of how many other items there is a key.
+        log_others: Tensor | float = math.log(max(1, m - 1))
+        if again is not None:
+            left_out = again.sum(1, keepdim=True, dtype=rest.dtype)
+            log_others = (m - 1 - left_out).clamp_(min=1.0).log_()
+        scores = scores + (rest - log_others - log_prob).fill_diagonal_(0.0)
     return scores if again is None else scores.masked_fill(again, -torch.inf)
-
-
-def _log_others(again: Tensor) -> Tensor:
-    """Logarithm of the number of keys that are not of the own item, ``(n, 1)``; 0 for none."""
-    return (again.shape[1] - 1 - again.sum(1, keepdim=True)).clamp(min=1).log()
 
 
 def _check_pairs(query: Tensor, key: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
 
 
 class Problem(NamedTuple):
@@ -70,42 +70,67 @@ class Kept(NamedTuple):
     blocks: Tensor
 
 
-def allowed(problem: Problem, rows: slice, keys: slice) -> Tensor | None:
-    """Which keys each query sees according to positions, without ``mask``; None for all.
+def part_of(tensor: Tensor, part: slice) -> Tensor:
+    """Some rows or keys of ``(batch, heads, length, ·)``; even a whole slice costs host time."""
+    whole = part.start == 0 and part.stop == tensor.shape[2]
+    return tensor if whole else tensor[:, :, part]
+
+
+def hidden(problem: Problem, rows: slice, keys: slice) -> Tensor | None:
+    """Which keys queries do not see according to positions, without ``mask``; None for none.
 
     The result is bool of shape ``(rows, keys)``.
     """
     p, device = problem, problem.query.device
     if p.left < 0 and p.right < 0 and p.first is None:
         return None
-    row = torch.arange(rows.start, rows.stop, device=device)
+    if p.place is None:
+        shape, first = (rows.stop - rows.start, keys.stop - keys.start), rows.start - keys.start
+        ones = torch.ones(shape, dtype=torch.bool, device=device)
+        # The key at the position of the first query.
+        first += p.offset
+        if p.left < 0:
+            return ones.triu_(first + p.right + 1)
+        before = ones.tril(first - p.left - 1)
+        return before if p.right < 0 else before.logical_or_(ones.triu_(first + p.right + 1))
     column = torch.arange(keys.start, keys.stop, device=device)
-    place = row + p.offset if p.place is None else p.place[rows]
-    ahead = column - place.unsqueeze(-1)
-    seen = torch.ones_like(ahead, dtype=torch.bool)
+    ahead = column - p.place[rows].unsqueeze(-1)
+    out = torch.zeros_like(ahead, dtype=torch.bool)
     if p.left >= 0:
-        seen &= ahead >= -p.left
+        out |= ahead < -p.left
     if p.right >= 0:
-        seen &= ahead <= p.right
+        out |= ahead > p.right
     if p.first is not None and p.stop is not None:
-        seen &= (column >= p.first[rows].unsqueeze(-1)) & (column < p.stop[rows].unsqueeze(-1))
-    return seen
+        out |= (column < p.first[rows].unsqueeze(-1)) | (column >= p.stop[rows].unsqueeze(-1))
+    return out
 
 
 def scores(problem: Problem, rows: slice, keys: slice) -> Tensor:
     """Scores of some queries and keys, -inf if masked: ``(batch, heads, rows, keys)``."""
     p = problem
     dtype = accumulation_dtype(p.query.dtype)
-    batch, heads = p.query.shape[:2]
-    key = p.key[:, :, keys].to(dtype)
-    n, group = rows.stop - rows.start, heads // max(1, key.shape[1])
-    query = p.query[:, :, rows].to(dtype).reshape(batch, key.shape[1], group * n, key.shape[-1])
-    made = (query @ key.transpose(-1, -2)).mul_(p.scale).view(batch, heads, n, key.shape[2])
-    seen = allowed(p, rows, keys)
+    key = in_dtype(part_of(p.key, keys), dtype)
+    query = in_dtype(part_of(p.query, rows), dtype) * p.scale
+    made = (grouped(query, key.shape[1]) @ key.transpose(-1, -2)).view(
+        *query.shape[:3], key.shape[2]
+    )
+    unseen = hidden(p, rows, keys)
     if p.mask is not None:
         part = p.mask[:, :, rows, keys]
         if part.dtype == torch.bool:
-            seen = part if seen is None else seen & part
+            unseen = ~part if unseen is None else unseen | ~part
         else:
-            made += part
-    return made if seen is None else made.masked_fill_(~seen, -math.inf)
+            made = made + part.to(dtype) if in_functorch() else made.add_(part)
+    if unseen is None:
+        return made
+    # vmap allows nothing in place if only the mask is batched.
+    fill = made.masked_fill if in_functorch() else made.masked_fill_
+    return fill(unseen, -math.inf)
+
+
+def grouped(tensor: Tensor, key_heads: int) -> Tensor:
+    """Concatenates the rows of all heads that share a key head."""
+    batch, heads, n, size = tensor.shape
+    if heads == key_heads:
+        return tensor
+    return tensor.reshape(batch, key_heads, heads // max(1, key_heads) * n, size)

@@ -1,13 +1,10 @@
-"""Attention in plain torch, which stores all weights: the reference for tests.
-
-It has no dropout, since the dropped weights depend on the implementation.
-"""
+"""Attention in plain torch, which stores all weights; differentiable to any order."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from lastlayer.kernels.attention import Problem, scores
+from lastlayer.kernels.attention import Problem, grouped, scores
 
 
 def forward(problem: Problem, entmax: Callable[[Tensor, float | Tensor], Tensor]) -> Tensor:
@@ -16,6 +13,5 @@ def forward(problem: Problem, entmax: Callable[[Tensor, float | Tensor], Tensor]
     alpha = p.alpha if p.head_alpha is None else p.head_alpha[..., None, None]
     weights = entmax(scores(p, slice(0, n), slice(0, m)), alpha)
     value = p.value.to(weights.dtype)
-    batch, heads = weights.shape[:2]
-    grouped = weights.reshape(batch, value.shape[1], heads // value.shape[1] * n, m)
-    return (grouped @ value).view(batch, heads, n, value.shape[-1]).to(p.query.dtype)
+    out = grouped(weights, value.shape[1]) @ value
+    return out.view(*weights.shape[:3], value.shape[3]).to(p.query.dtype)

@@ -57,7 +57,7 @@ def shares(distance, at, excess, KIND: tl.constexpr):
         probs = slope * margin
     else:
         # Without the minimum, 0 * inf would exclude the maximum itself for a very large alpha.
-        ratio = distance * (excess * tl.exp(tl.minimum(-excess * at, 80.0)))
+        ratio = distance * (excess * tl.exp(tl.minimum(-excess * at, 50.0)))
         inside = ratio > -1.0
         ratio = tl.where(inside, ratio, 0.0)
         grown = 1.0 + ratio

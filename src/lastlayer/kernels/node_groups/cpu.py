@@ -58,20 +58,21 @@ def choose(
 
 def gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, first: Array, last: Array,
-    row: Array, width: Array, position: Tensor, upstream: Tensor, place: Array,
+    row: Array, width: Array, position: Tensor, made: Tensor, upstream: Tensor, place: Array,
     of_entries: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Gradients of :func:`choose` for the hidden states of entries, ``(n, m, d)``, and vectors.
+    """:func:`choose`, and its gradients.
 
-    The gradients of a group's vectors and biases are written from row ``place`` on. ``upstream`` is
-    ``(n * m,)``; other arguments are those of :func:`choose`.
+    Those of hidden states are one per entry, ``(n, m, d)``. Those of a group's vectors and biases
+    are written from row ``place`` on. ``upstream`` is ``(n * m,)``; other arguments are those of
+    :func:`choose`.
     """
     n_groups, work = _sizes(first, last, width, hidden.shape[1])
     none, d = hidden.new_empty(0), hidden.shape[1]
     _gradients(
-        n_groups, 3 * work, as_numpy(order), first, last, row, width,
-        position.numel() // max(1, hidden.shape[0]), *_arrays(hidden, weight, bias),
-        as_numpy(position), as_numpy(upstream.detach().contiguous()), place,
+        n_groups, 3 * work, as_numpy(order), first, last, row, width, made.shape[1],
+        *_arrays(hidden, weight, bias), as_numpy(position), as_numpy(made.view(-1)),
+        as_numpy(upstream.detach().contiguous()), place,
         as_numpy((none if of_entries is None else of_entries).view(-1, d)),
         as_numpy(none.view(-1, d) if of_weight is None else of_weight),
         as_numpy(none if of_bias is None else of_bias),
@@ -120,8 +121,8 @@ def _choose(
 @by_rows
 @njit(nogil=True, cache=True, error_model="numpy")
 def _gradients(
-    start, stop, order, first, last, row, width, m, hidden, weight, bias, position, upstream, place,
-    of_entries, of_weight, of_bias,
+    start, stop, order, first, last, row, width, m, hidden, weight, bias, position, made, upstream,
+    place, of_entries, of_weight, of_bias,
 ):  # fmt: skip
     room, lanes = _room(width), np.empty(BLOCK, hidden.dtype)
     scores, shares = np.empty(room, hidden.dtype), np.empty(room, hidden.dtype)
@@ -137,6 +138,7 @@ def _gradients(
             state, factor = hidden[entry // m], upstream[entry]
             used = _score(state, weight, bias, row[group], n, scores)
             peak, rest = _log_total(scores[:used], shares, lanes)
+            made[entry] = (scores[position[entry]] - peak) - rest
             if len(of_entries):
                 of_entries[entry, :] = zero
             # A binary node only has a vector for its second child.

@@ -126,14 +126,14 @@ def adam_(
     ids, gradient = _each_once(ids, gradient.to(first.dtype))
     before = _taken(row_step, ids)
     now = step.to(before.dtype).expand_as(before) if decays else before + 1
-    missed = (now - before).double()
+    missed, age = (now - before).double(), now.double()
     kept1, kept2, scale1, scale2 = (
         _as_column(each, gradient).to(first.dtype)
         for each in (
             beta1**missed,
             beta2**missed,
-            -torch.expm1(now * math.log(beta1)) if beta1 else torch.ones_like(missed),
-            -torch.expm1(now * math.log(beta2)) if beta2 else torch.ones_like(missed),
+            -torch.expm1(age * math.log(beta1)) if beta1 else torch.ones_like(missed),
+            -torch.expm1(age * math.log(beta2)) if beta2 else torch.ones_like(missed),
         )
     )
     mean = _taken(first, ids).mul_(kept1).add_(gradient, alpha=1.0 - beta1)

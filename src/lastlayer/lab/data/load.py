@@ -83,6 +83,7 @@ def load(
         if source is None:
             given["task"] = f"task='{task}'" if task in ("classification", "pairs") else None
             _refuse(given)
+            _refuse_encoding(reading)
             return (stdlib_labels if task == "multilabel" else stdlib_text)(reading, cache=cache)
         return _load(str(source), task, given, reading)
 
@@ -91,15 +92,19 @@ def _load(
     source: str, task: str | None, given: dict[str, Any], reading: Reading
 ) -> TextData | LabelData | PairData:
     described = {"name": source, "source": source, "format": "hub"}
+    words = {"vocab_size": reading.vocab_size, "min_count": reading.min_count}
     if source.startswith(tables.HUB):
+        _refuse_encoding(reading)
         held, column = tables.read_hub(source, reading)
         given["text"] = column or given["text"]
     else:
         path = existing(source)
         kind = _kind(path)
+        if kind in _WITHOUT_ENCODING:
+            _refuse_encoding(reading)
         if kind in matrices.SUFFIXES:
             label = given["label"]
-            _refuse(given | ({"label": None} if kind in matrices.ARFF else {}))
+            _refuse(given | words | ({"label": None} if kind in matrices.ARFF else {}))
             return matrices.matrix_data(path, kind, reading, task, label)
         if kind not in tables.SUFFIXES and not _is_table(path, task, reading.encoding, given):
             return _text(path, reading, task)
@@ -111,7 +116,7 @@ def _load(
     tokenizer = given.pop("tokenizer")
     columns = choose_columns(held.get("train") or next(iter(held.values())), task, **given)
     if columns.features:
-        _refuse({"tokenizer": tokenizer})
+        _refuse({"tokenizer": tokenizer, **words})
     return table_data(held, columns, described, reading)
 
 
@@ -133,6 +138,16 @@ def _refuse(given: dict[str, Any]) -> None:
         if value is not None:
             what = f"{option}: expected none for data without columns of text, got {value}"
             raise broken(what, "leave it out")
+
+
+# Binary formats, and numbers.
+_WITHOUT_ENCODING = (*matrices.STATES, *matrices.SVMLIGHT, *tables.PARQUET, *tables.ARROW)
+
+
+def _refuse_encoding(reading: Reading) -> None:
+    if reading.encoding != "utf-8":
+        what = f"encoding: expected none for data that is no text file, got {reading.encoding}"
+        raise broken(what, "leave it out")
 
 
 def _is_table(path: Path, task: str | None, encoding: str, given: dict[str, Any]) -> bool:

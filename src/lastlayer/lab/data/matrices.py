@@ -65,17 +65,17 @@ def _described(path: Path, format_: str, reading: Reading) -> dict[str, Any]:
     return {"name": path.name, "source": str(path), "format": format_, "limit": reading.limit}
 
 
-def _task_of(labels: Iterable[Lists], task: str | None, what: str) -> tuple[str, str]:
+def _task_of(parts: Iterable[LabelPart], task: str | None) -> tuple[str, str]:
     """The task and the reason: classification if each row has one label, unless task is given."""
-    one = all((np.diff(each.offsets) == 1).all() for each in labels)
+    one = all((np.diff(each.labels.offsets) == 1).all() for each in parts)
     if task == "classification" and not one:
-        found = f"expected one label in each row, got rows with none or several {what}"
-        raise broken(found, "give task='multilabel'")
+        what = "expected one label in each row, got rows with none or several"
+        raise broken(what, "give task='multilabel'")
     if task is not None:
         return task, "as asked"
     if one:
-        return "classification", f"one label per row {what}"
-    return "multilabel", f"several labels per row, or none, {what}"
+        return "classification", "one label per row"
+    return "multilabel", "rows with no label or several"
 
 
 _PAIRS = "expected labels with commas between them, then index:value pairs by rising index"
@@ -97,7 +97,7 @@ def _svmlight_data(path: Path, reading: Reading, task: str | None) -> LabelData:
     for part, (rows, labels) in read.items():
         shifted = rows._replace(indices=rows.indices - first, width=width)
         parts[part] = LabelPart(shifted, labels)
-    task, reason = _task_of([labels for _, labels in read.values()], task, "before pairs")
+    task, reason = _task_of(parts.values(), task)
     described = _described(path, "svmlight", reading)
     described |= {"task_reason": reason, "first_index": first}
     features = [str(i + first) for i in range(width)]
@@ -288,7 +288,7 @@ def _arff_data(path: Path, reading: Reading, task: str | None, label: str | None
         files, lambda file: _arff_part(file, reading.encoding, attributes, labels, features)
     )
     if task == "classification" or own is not None:
-        task = _task_of([p.labels for p in parts.values()], task, "of the file")[0]
+        task = _task_of(parts.values(), task)[0]
     left_out = [attributes[c].name for c in rest if c not in features]
     described = _described(path, "ARFF", reading)
     described |= {"task_reason": reason, "left_out": left_out}
@@ -437,7 +437,7 @@ def _states_data(path: Path, reading: Reading, task: str | None) -> LabelData | 
     for part, (hidden, labels) in parts.items():
         numbered = labels._replace(indices=np.searchsorted(ids, labels.indices))
         parts[part] = LabelPart(hidden, numbered)
-    task, reason = _task_of([each.labels for each in parts.values()], task, "in 'target'")
+    task, reason = _task_of(parts.values(), task)
     described |= {"task_reason": reason, "hidden_states": True}
     columns = [str(i) for i in range(widths["train"])]
     return label_data(

@@ -255,6 +255,9 @@ def label_data(
     if task == "classification" and np.count_nonzero(counts) < 2:
         what = f"one class: the training part has only {label_names[int(counts.argmax())]!r}"
         raise broken(what, "give rows of at least two classes")
+    if task == "classification" and counts.max() == 1:
+        what = f"each of the {np.count_nonzero(counts):,} classes of the training part occurs once"
+        raise broken(what, "give another label: this one numbers or names the rows")
     if not feature_names:
         raise broken("no features", "give rows with at least one")
     order = np.array(sorted(range(n), key=lambda i: (-counts[i], label_names[i])))

@@ -55,7 +55,7 @@ def cache_folder() -> Path:
 
 NEWLINE = "<newline>"
 # Version of the tokenization, part of the cache key.
-TOKENIZER = 1
+TOKENIZATION = 1
 # Installed packages, and generated files with paths of the build machine.
 _OTHERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
@@ -169,7 +169,7 @@ def _key(files: Sequence[SourceFile]) -> str:
     """The cache key: depends on the version of Python, and on names and sizes of all files."""
     sizes = [(file.name, file.path.stat().st_size) for file in files]
     python = f"{platform.python_implementation()}-{platform.python_version()}".lower()
-    return f"stdlib-{python}-t{TOKENIZER}-{digest(json.dumps(sizes)).hex()[:16]}"
+    return f"stdlib-{python}-t{TOKENIZATION}-{digest(json.dumps(sizes)).hex()[:16]}"
 
 
 def _write(path: Path, held: _Held) -> None:

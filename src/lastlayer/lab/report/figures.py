@@ -33,8 +33,8 @@ _FAR = 1.5
 _MOST_TICKS = 6
 # Ticks within a decade, from dense to sparse.
 _MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))
-# Number of letters of a name that fit to the left of a chart on a phone.
-_LINE = 18
+# Number of letters of a name that fit to the left of a chart: on a phone, and on a wider screen.
+_LINES = 18, 36
 # Dashes are for lines only: the outline of a symbol is not drawn.
 _LEGEND = {"title": None, "symbolOpacity": 1, "labelLimit": 300, "symbolStrokeWidth": 0}
 
@@ -103,11 +103,11 @@ def all_figures(results: Results) -> tuple[Figure, ...]:
 
 def tradeoff(results: Results) -> list[View]:
     """Quality against cost."""
-    costs = [metrics.STEP_MS, metrics.SECONDS, metrics.MEMORY, metrics.PARAMETERS]
-    if results.comparison.budget.get("kind") == "seconds":
-        costs.remove(metrics.SECONDS)
-    measured = results.measured([*costs, metrics.HEAD_PARAMETERS])
-    return [_tradeoff(results, cost) for cost in measured] if results.ranked else []
+    costs = results.measured([
+        metrics.STEP_MS, metrics.SECONDS, metrics.MEMORY, metrics.PARAMETERS,
+        metrics.HEAD_PARAMETERS,
+    ])  # fmt: skip
+    return [_tradeoff(results, cost) for cost in costs] if results.ranked else []
 
 
 def _tradeoff(results: Results, cost: Metric) -> View:
@@ -481,7 +481,7 @@ def _baseline(
     log = metric.log and min(values) > 0
     low, high, at = (math.log(v) if log else float(v) for v in (min(values), max(values), value))
     room = _FAR * max(high - low, 0.3 if log else 0.05)
-    label = f"{asked.get('name', 'frequency')} baseline {metric.format(value)}"
+    label = f"{results.baseline_name} baseline {metric.format(value)}"
     if not low - room <= at <= high + room:
         # Half of the margin of the axis.
         edge = low - 0.04 * (high - low) if at < low else high + 0.04 * (high - low)
@@ -551,27 +551,27 @@ def _title(metric: Metric) -> str:
 
 
 def _names(heads: Sequence[str]) -> alt.Y:
-    """Names of heads to the left of rows, in two lines on a phone."""
+    """Names of heads to the left of rows; long ones in two lines."""
     narrow = "containerSize()[0] < 500"
-    lines = json.dumps({head: two_lines(head) for head in heads})
+    short, long = (json.dumps({head: two_lines(head, n) for head in heads}) for n in _LINES)
     axis = alt.Axis(
-        labelLimit=alt.ExprRef(f"{narrow} ? 150 : 260"),
-        labelExpr=f"{narrow} ? {lines}[datum.label] : datum.label",
+        labelLimit=alt.ExprRef(f"{narrow} ? 165 : 260"),
+        labelExpr=f"({narrow} ? {short} : {long})[datum.label]",
         labelFontSize=alt.ExprRef(f"{narrow} ? 11 : 12"),
         labelLineHeight=13, grid=False, labelPadding=10,
     )  # fmt: skip
     return alt.Y("head:N", sort=list(heads), title=None, axis=axis)
 
 
-def two_lines(name: str) -> list[str]:
-    """Split a long name into two lines at a space.
+def two_lines(name: str, most: int) -> list[str]:
+    """Split a name of more than ``most`` letters into two lines at a space.
 
     Example:
-        >>> two_lines("Adaptive softmax (cutoffs=1000,4000)"), two_lines("NCE")
+        >>> two_lines("Adaptive softmax (cutoffs=1000,4000)", 18), two_lines("NCE", 18)
         (['Adaptive softmax', '(cutoffs=1000,4000)'], ['NCE'])
     """
     places = [i for i, letter in enumerate(name) if letter == " "]
-    if len(name) <= _LINE or not places:
+    if len(name) <= most or not places:
         return [name]
     at = min(places, key=lambda i: max(i, len(name) - i - 1))
     return [name[:at], name[at + 1 :]]

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from lastlayer.lab import metrics
 from lastlayer.lab.records import finite, read_rates
@@ -22,6 +23,8 @@ from lastlayer.lab.verdict import Verdict, budget_text
 _HERE = "lastlayer.lab.report"
 # Default of the smoothed perplexity, if the comparison did not record it.
 _EPSILON = 1e-4
+# Parts of a sentence that are not broken across lines.
+_WHOLE = re.compile(r"--[a-z]+ \w+|\d[\d.,]*%?–\d[\d.,]*%?|ε-\w+")
 # Characters that could end a <script>, open a comment, or end a line in older JavaScript.
 _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
@@ -32,6 +35,7 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         loader=PackageLoader(_HERE, "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters["unbroken"] = unbroken
     code, library = _asset("report.js"), look.bundle()
     asked, looks = results.comparison, look.looks(results.comparison.heads)
     chosen, contexts = tables.columns(results), explorer.contexts(results)
@@ -85,6 +89,16 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         embedded=json_for_script(finite(embedded)),
         everything=json_for_script(everything(results, verdict)),
     )
+
+
+def unbroken(text: str) -> Markup:
+    """Escape a text, and keep its options, ranges of numbers and ``ε-smoothed`` on one line.
+
+    Example:
+        >>> print(unbroken("repeat with --budget 900steps"))
+        repeat with <span class="whole">--budget 900steps</span>
+    """
+    return Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', str(escape(text))))
 
 
 def _asset(name: str) -> str:

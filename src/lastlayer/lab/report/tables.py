@@ -12,7 +12,7 @@ from lastlayer.lab.statistics import Estimate
 from lastlayer.lab.verdict import Verdict, interval
 
 _FIRST_COSTS = (
-    metrics.STEP_MS, metrics.MEMORY, metrics.HEAD_PARAMETERS, metrics.STEPS, metrics.EPOCHS,
+    metrics.MEMORY, metrics.HEAD_PARAMETERS, metrics.STEPS, metrics.EPOCHS,
     metrics.RATE_OF_LEARNING,
 )  # fmt: skip
 _OF_SPARSE_HEADS = ("eps_perplexity", "coverage", "support")
@@ -54,12 +54,13 @@ class Column(NamedTuple):
 
 
 def columns(results: Results, *, telling: bool = True) -> list[Column]:
-    """The columns of all measured metrics, the ranking metric first.
+    """The columns of all measured metrics, the ranking metric and the time per step first.
 
     ``telling`` leaves out coverage, support and ε-smoothed perplexity if no head is sparse.
     """
     metric = results.metric
     found = [_column(metric, "test data, the best model by validation; heads are ranked by it")]
+    found += [_column(m, _HELP[m.key]) for m in results.measured([metrics.STEP_MS])]
     if results.equal_seconds is not None and results.equal_steps is not None:
         after = metrics.seconds(results.equal_seconds)
         found += [
@@ -74,7 +75,7 @@ def columns(results: Results, *, telling: bool = True) -> list[Column]:
         ]  # fmt: skip
     silent = _OF_SPARSE_HEADS if telling and not _any_sparse(results) else ()
     others = [m for m in metrics.QUALITY if m is not metric and m.key not in silent]
-    rest = [m for m in metrics.COSTS if m not in _FIRST_COSTS]
+    rest = [m for m in metrics.COSTS if m not in (metrics.STEP_MS, *_FIRST_COSTS)]
     measured = results.measured([*_FIRST_COSTS, *others, *rest])
     return found + [_column(m, _HELP.get(m.key, "")) for m in measured]
 
@@ -130,7 +131,7 @@ def markdown_table(results: Results, chosen: list[Column]) -> str:
         values = [f"{c.text} ({c.span})" if c.span else c.text for c in cells]
         rows.append([str(s.rank or ""), s.title, *values, runs_text(s)])
     if base := baseline(results, chosen):
-        rows.append(["", f"{results.comparison.baseline['name']} baseline", *base, ""])
+        rows.append(["", f"{results.baseline_name} baseline", *base, ""])
     return "\n".join([*map(_line, rows), ""])
 
 

@@ -164,7 +164,7 @@
   function path(choices) {
     const made = make("details");
     made.open = true;
-    made.append(make("summary", "", `path to the target: ${choices.length} choices`));
+    made.append(make("summary", "", `path to the target: ${choices.length} choice${choices.length === 1 ? "" : "s"}`));
     const list = make("ol", "path");
     for (const each of choices) {
       const step = make("li");
