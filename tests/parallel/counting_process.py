@@ -255,6 +255,23 @@ def check_log_prob(mesh, *, shared):
         compare(backward, expected[chosen, "backward"], (chosen, shared, "backward"))
 
 
+def check_log_prob_of_a_tree(mesh):
+    """One number per row and class, not the scores of all nodes."""
+    module = parallel.ClassParallel(
+        heads.HierarchicalSoftmax(WIDTH, trees.huffman(range(1, N_CLASSES + 1))), mesh
+    )
+    hidden, target = batch(mesh.get_local_rank(), 1)
+    module.log_prob(hidden, target)  # what is asked once
+    with parallel.CountedCommunication() as counted:
+        module.log_prob(hidden, target)
+    others, n = mesh.size() - 1, ROWS * mesh.size()
+    expected = {
+        "all_gather": (3, (24 + 4 * ROWS * WIDTH + 8 * ROWS) * others),
+        "all_reduce": (1, 2 * 4 * n * others / mesh.size()),
+    }
+    compare(counted, expected, "log_prob of a tree")
+
+
 def _of_hidden(shared, nbytes):
     return {"all_reduce": (1, 2 * nbytes)} if shared else {"reduce_scatter": (1, nbytes)}
 
@@ -288,6 +305,7 @@ def process(rank: int, processes: int, folder: Path) -> None:
     check_even_rows(mesh)
     check_flat_entmax(mesh)
     check_wide_tree(mesh)
+    check_log_prob_of_a_tree(mesh)
     with parallel.CountedCommunication() as counted:
         pass
     assert (counted.rounds, counted.nbytes) == (0, 0)

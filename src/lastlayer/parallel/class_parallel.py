@@ -67,7 +67,8 @@ class ClassParallel(Head):
 
     In training scores are never sent. A softmax exchanges one number per row, entmax the few
     candidates of each process, binary losses nothing. Hidden states are all-gathered, and their
-    gradients are reduce-scattered. Sampled heads keep the rows in place and fetch the vectors of their draws.
+    gradients are reduce-scattered. Sampled heads keep the rows in place and fetch the vectors of
+    their draws.
     :func:`lastlayer.parallel.plan` computes the bytes.
 
     Choose it if the class vectors or their gradients are too large for one device, or if a step has

@@ -211,6 +211,13 @@ class Family:
         """
         raise NotImplementedError
 
+    def log_probs_of(self, rows: Tensor, chosen: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Log-probabilities of chosen classes ``(n, k)``, if not all of a row are needed for them.
+
+        All processes return the same; gradients are as in :meth:`log_probs`.
+        """
+        return None
+
     def ranks(self, rows: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """What orders the classes of :meth:`Head.topk`, and their :meth:`log_probs`."""
         logs = self.log_probs(rows, tensors)
@@ -802,7 +809,7 @@ class TreeFamily(Family):
         if head.ignore_index is not None:
             counted = target != head.ignore_index
         paths, there = self._paths_of(target.masked_fill(~counted, 0))
-        losses = self._path_losses(hidden, paths, there & counted.unsqueeze(-1))
+        losses = self._path_losses(self._local(), hidden, paths, there & counted.unsqueeze(-1))
         scale = RowScale.of(counted.to(losses.dtype), head.reduction, len(target))
         if not head.tree.overlaps:
             return sum_of_parts(scale.reduce(losses.squeeze(-1), head.reduction), self.group)
@@ -810,7 +817,7 @@ class TreeFamily(Family):
         return scale.reduce(torch.where(counted, -logs.logsumexp(-1), 0.0), head.reduction)
 
     def _paths_of(self, classes: Tensor) -> tuple[Tensor, Tensor]:
-        """The paths of each class ``(n, paths)``, and a mask that is False for padding."""
+        """The paths of each class ``(*classes, paths)``, and a mask that is False for padding."""
         tables = self.head._tables
         if not tables.overlaps:
             return classes.unsqueeze(-1), torch.ones_like(classes, dtype=torch.bool).unsqueeze(-1)
@@ -820,21 +827,47 @@ class TreeFamily(Family):
         there = paths < end.unsqueeze(-1)
         return torch.where(there, paths, 0), there
 
-    def _path_losses(self, hidden: Tensor, paths: Tensor, asked: Tensor) -> Tensor:
-        """What this process's nodes add to the loss of each path; 0 where none is asked for."""
-        tables, weight, bias = self._local()
+    def _path_losses(self, local: Any, hidden: Tensor, paths: Tensor, asked: Tensor) -> Tensor:
+        """What this process's nodes add to the loss of each path; 0 where none is asked for.
+
+        Args:
+            local: the nodes of this process, from :meth:`_local`.
+            hidden: ``(n, in_features)``.
+            paths: ``(n, *)``, any number of paths of each row.
+            asked: bool, of the shape of ``paths``.
+        """
+        tables, weight, bias = local
         here = tables.path_start[paths + 1] > tables.path_start[paths]
-        rows, steps = (here & asked).nonzero(as_tuple=True)
+        places = (here & asked).nonzero(as_tuple=True)
         # Without a node on any path, the losses must still be functions of all parameters.
         losses = (
             hidden[:, :0].sum(-1) + weight[:0].sum() + (0.0 if bias is None else bias[:0].sum())
         )
-        losses = in_dtype(losses, accumulation_dtype(hidden.dtype)).unsqueeze(-1)
-        losses = losses.expand(paths.shape)
-        if len(rows):
-            made = self.head._part_losses(tables, weight, bias, hidden[rows], paths[rows, steps])
-            losses = losses.index_put((rows, steps), made)
+        losses = in_dtype(losses, accumulation_dtype(hidden.dtype))
+        losses = losses.view(-1, *(1 for _ in paths.shape[1:])).expand(paths.shape)
+        if len(places[0]):
+            made = self.head._part_losses(tables, weight, bias, hidden[places[0]], paths[places])
+            losses = losses.index_put(places, made)
         return losses
+
+    def log_probs_of(self, rows: Tensor, chosen: Tensor) -> Tensor | None:
+        head, k = self.head, chosen.shape[1]
+        tables, dtype = head._tables, accumulation_dtype(rows.dtype)
+        if k * tables.most_paths * tables.longest > tables.n_rows:
+            # All nodes are fewer than those on the paths.
+            return None
+        part, *vectors = self._local()
+        local = part, *(None if each is None else in_dtype(each, dtype) for each in vectors)
+        rows, made = in_dtype(rows, dtype), []
+        held = k * tables.most_paths * (head.in_features + tables.longest)
+        for some in row_chunks(rows, held, head.chunk_rows, 1.0):
+            paths, there = self._paths_of(chosen[some])
+            made.append(self._path_losses(local, rows[some], paths, there))
+        logs = -sum_of_parts(torch.cat(made), self.group)
+        if not tables.overlaps:
+            return logs.squeeze(-1)
+        there = self._paths_of(chosen)[1]
+        return logs.masked_fill(~there, -torch.inf).logsumexp(-1)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return super().tensors(accumulation_dtype(dtype))

@@ -51,6 +51,10 @@ class Predictions:
         Backward recomputes the scores of each chunk of rows, and repeats its exchanges.
         """
         family = self._family
+        with without_autocast(rows):
+            found = family.log_probs_of(rows, chosen)
+        if found is not None:
+            return found
         tensors = family.tensors(rows.dtype)
 
         def of_chunk(rows: Tensor, columns: Tensor, *values: Tensor) -> Tensor:
