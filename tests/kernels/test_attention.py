@@ -175,6 +175,14 @@ class TestAgainstAllWeights:
         """A sum near 1 is then far from the threshold: the last step alone would not do."""
         agree_on_sinks(torch.float16, 16, 1024, alpha, 1.5e-3)
 
+    @pytest.mark.parametrize("impl", [TRITON])
+    @pytest.mark.parametrize("alpha", [3.0, torch.tensor([1.5, 3.0])], ids=str)
+    def test_steep_slopes_in_half_precision(self, impl, alpha):
+        """Slopes are 1 / p here: the rounding of a mean of values was multiplied by them."""
+        alpha = alpha.double() if isinstance(alpha, torch.Tensor) else alpha
+        tensors = problem(n=40, m=500, d=64, size=64)
+        agree(impl, torch.float16, tensors, {"alpha": alpha}, 1.5e-3)
+
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("alpha", MANY_ALPHAS, ids=str)

@@ -612,12 +612,12 @@ def _fake(*given: Any) -> list[Tensor]:
     if not by_kernel:
         few, dtype = _saves_weights(p), accumulation_dtype(p.query.dtype)
         return [out, out.new_empty(batch, heads, n, p.key.shape[2], dtype=dtype)] if few else [out]
-    from lastlayer.kernels.attention.triton import kept_shapes
+    from lastlayer.kernels.attention.triton import kept_shapes, mixed_dtype
 
     numbers, blocks = kept_shapes(p)
     return [
-        out, torch.empty_like(out), out.new_empty(numbers, dtype=torch.float32),
-        out.new_empty(blocks, dtype=torch.uint8),
+        out, torch.empty_like(out, dtype=mixed_dtype(p)),
+        out.new_empty(numbers, dtype=torch.float32), out.new_empty(blocks, dtype=torch.uint8),
     ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ class Kept(NamedTuple):
 
     Attributes:
         mixed: values averaged with the slopes of the weights, ``(batch, heads, n, ·)``, in the
-            dtype of the queries.
+            dtype of the queries, or float32 if alpha may exceed 2.
         numbers: float32 ``(k, batch, heads, n)``. For alpha 1.5 and 2 the threshold of each row;
             otherwise its largest score, its unknown, the correction of its last step, and the
             factor of its weights.

@@ -109,6 +109,15 @@ def kept_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (1 if plan.kind in (1, 2) else 4, batch, heads, n), (batch, heads, *blocks)
 
 
+def mixed_dtype(p: Problem) -> torch.dtype:
+    """The dtype of ``mixed`` of :class:`Kept`.
+
+    For alpha > 2 slopes grow without bound as weights approach 0, and multiply its rounding error.
+    """
+    steep = p.head_alpha is not None or p.alpha > 2.0
+    return torch.float32 if steep else p.query.dtype
+
+
 def _lists(blocks: Tensor, more: int = 0) -> Tensor:
     """Memory for lists of block indices; the last dimension is ``more`` longer than in blocks."""
     *rows, n = blocks.shape
@@ -124,7 +133,7 @@ def forward(p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
     """
     plan, (batch, heads, n, _) = _plan(p), p.query.shape
     out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
-    mixed = torch.empty_like(out) if keeps else out
+    mixed = torch.empty_like(out, dtype=mixed_dtype(p)) if keeps else out
     shape, grid = kept_shapes(p)
     numbers = out.new_empty(shape, dtype=torch.float32)
     blocks = out.new_empty(grid, dtype=torch.uint8)
@@ -632,6 +641,10 @@ def _attend(
                 probs, slope = _finished(
                     probs, slope, missing[:, None], excess[:, None], KIND, NARROW
                 )
+                if KIND == 0 and NARROW:
+                    # A mean of values needs the same steep slopes in numerator and denominator.
+                    rounded = slope.to(vectors.dtype).to(tl.float32)
+                    slope = tl.where((excess > 1.0)[:, None], rounded, slope)
             in_rows = tl.sum(slope, 1)
             reached += tl.sum(probs, 1)
             sloped += in_rows
@@ -676,7 +689,8 @@ def _finished(probs, slope, missing, excess, KIND: tl.constexpr, NARROW: tl.cons
         # The last step may change the weights too much to use their slopes from before it.
         base = tl.where(probs != 0.0, probs, 1.0)
         if NARROW:
-            slope = tl.exp2((1.0 - excess) * approximate_log2(base))
+            # The minimum matters for alpha > 2 only: more would not fit in float16.
+            slope = tl.minimum(tl.exp2((1.0 - excess) * approximate_log2(base)), 60000.0)
         else:
             slope = tl.exp((1.0 - excess) * tl.log(base))
     return probs, tl.where(probs != 0.0, slope, 0.0)
