@@ -27,7 +27,7 @@ def test_every_head_of_the_task_is_planned(task):
         assert each.plan is not None, each
         assert each.plan.n_classes == 3000
     spread = {each.head for each in found if not each.plan["class-parallel"].refused}
-    assert spread == {*names} - {"adaptive_importance", "sparsemax_labels"}
+    assert spread == {*names} - {"adaptive_importance"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is told in other units")
