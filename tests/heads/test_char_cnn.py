@@ -98,6 +98,23 @@ def test_the_loss_is_the_cross_entropy_of_the_vectors(head):
     torch.testing.assert_close(head(hidden, target), expected)
 
 
+@pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 0.01), (torch.float16, 0.0025)])
+def test_half_precision_sends_gradients_to_the_ngrams_of_float64(dtype, within):
+    # So many words that several n-grams of some of them are nearly equal for a filter.
+    words = [f"{i * i + 7 * i:o}" for i in range(300)]
+    options = {"filters": ((1, 16), (2, 16), (3, 32)), "highway_layers": 0}
+    half, exact = (CharCNNSoftmax(16, words, dtype=each, **options)
+                   for each in (dtype, torch.float64))  # fmt: skip
+    exact.load_state_dict(half.state_dict())
+    hidden, target = torch.randn(64, 16, dtype=dtype), torch.randint(len(words), (64,))
+    half(hidden, target).backward()
+    exact(hidden.double(), target).backward()
+    for layer, same in zip([half.cnn.chars, *half.cnn.filters],
+                           [exact.cnn.chars, *exact.cnn.filters], strict=True):  # fmt: skip
+        error = (layer.weight.grad - same.weight.grad).norm() / same.weight.grad.norm()
+        assert error < within
+
+
 def test_words_that_begin_alike_differ():
     # Many filters: with a few the maxima over "zebra" and "zebras" may be the same.
     head = make(filters=((1, 20), (2, 30), (3, 40)), correction=0, bias=False)

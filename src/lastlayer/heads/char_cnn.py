@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Embedding, Linear, Module, ModuleList, Parameter
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding, embedding_bag, linear
 from torch.utils.checkpoint import checkpoint
 
 from lastlayer._checks import as_pairs, check_chunk, check_int
-from lastlayer._torch import autocast_dtype, host_sync_allowed, is_functorch_wrapped
+from lastlayer._torch import (
+    accumulation_dtype,
+    autocast_dtype,
+    host_sync_allowed,
+    is_functorch_wrapped,
+)
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.heads.base import ScoredHead, all_in_dtype
@@ -461,15 +466,22 @@ class CharCNN(Module):
         return vectors
 
     def _largest(self, words: Words) -> Tensor:
-        """The maximum of each filter over each word; ReLU is applied later, on fewer elements."""
-        found = []
-        # With the rounding of autocast, near ties would send the gradient to the wrong n-gram.
+        """The maximum of each filter over each word; ReLU is applied later, on fewer elements.
+
+        It is float32 within a head, or autocast, of half precision: rounding would send gradients
+        to the wrong n-gram where two are close.
+        """
+        found, dtype = [], self.chars.weight.dtype
+        wide = accumulation_dtype(dtype)
+        layer: Any
         with torch.autocast(words.starts.device.type, enabled=False):
+            chars = self.chars.weight.to(wide)
             for i, layer in enumerate(self.filters):
                 # Words share most of their n-grams, so filters are applied to unique ones only.
-                seen = layer(self.chars(words.symbols[i]).flatten(1))
+                symbols = embedding(words.symbols[i], chars).flatten(1)
+                seen = linear(symbols, layer.weight.to(wide), layer.bias.to(wide))
                 found.append(embedding_bag(words.windows[i], seen, words.starts, mode="max"))
-        return torch.cat(found, -1)
+            return torch.cat(found, -1).to(dtype)
 
     def spell(
         self, words: Sequence[str], max_length: int, chunk: int | str, device: torch.device
