@@ -189,8 +189,16 @@ def is_vmapped(tensor: Tensor) -> bool:
 
     True in every ``torch.func`` transform.
     """
-    wrapped: bool = torch._C._functorch.is_legacy_batchedtensor(tensor)
-    return wrapped or torch._C._are_functorch_transforms_active()
+    return is_grads_batched(tensor) or torch._C._are_functorch_transforms_active()
+
+
+def is_grads_batched(grad: Tensor) -> bool:
+    """Whether a backward pass is batched: ``torch.autograd.grad(..., is_grads_batched=True)``.
+
+    Only torch's own operations take such a gradient.
+    """
+    wrapped: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
+    return wrapped
 
 
 def is_exporting() -> bool:

@@ -97,6 +97,13 @@ class TestBackward:
             torch.autograd.grad(value, problem[0], create_graph=True)
 
     @with_each_loss
+    def test_a_batch_of_gradients_is_refused(self, loss):
+        problem = make_problem(N)
+        losses = loss(*problem, reduction="none")
+        with pytest.raises(RuntimeError, match=r"one upstream gradient at a time, got a batch"):
+            torch.autograd.grad(losses, problem[0], torch.eye(N), is_grads_batched=True)
+
+    @with_each_loss
     @pytest.mark.parametrize("factor", [0.0, -3.0, 1e-3, 1e6])
     def test_any_upstream_gradient(self, loss, factor):
         problem = make_problem(N)

@@ -239,3 +239,28 @@ def test_a_tangent_without_requires_grad_is_not_dropped(function):
         dual = forward_ad.make_dual(scores, torch.randn_like(scores))
         with pytest.raises(RuntimeError, match="jvp"):
             function(dual)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda scores, _: sparsemax(scores),
+        lambda scores, _: sparsemax(scores, 0),
+        lambda scores, _: entmax(scores, 1.3),
+        lambda scores, _: entmax(scores, 3.0),
+        entmax,
+        lambda scores, _: topk_softmax(scores, 3),
+    ],
+)
+def test_a_batch_of_gradients(function):
+    scores = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    alpha = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    probs, every = function(scores, alpha), torch.eye(20, dtype=torch.float64).view(20, 4, 5)
+    slopes = partial(torch.autograd.grad, probs, [scores, alpha], retain_graph=True,
+                     allow_unused=True, materialize_grads=True)  # fmt: skip
+    found = slopes(every, is_grads_batched=True)
+    for i, one in enumerate(every):
+        expected = slopes(one)
+        torch.testing.assert_close(found[0][i], expected[0])
+        # Without a learned alpha it is one zero.
+        torch.testing.assert_close(found[1].expand(20)[i], expected[1])

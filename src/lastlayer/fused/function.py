@@ -28,6 +28,7 @@ from lastlayer._torch import (
     in_dtype,
     in_functorch,
     is_eager,
+    is_grads_batched,
     is_vmapped,
     refuse_second_derivatives,
     transforms_are_active,
@@ -253,6 +254,11 @@ class _FusedLoss(torch.autograd.Function):
             made = engine.differentiable(call, grad)
             if made is not None:
                 return _returned(made, wanted, dtypes, n)
+            if is_grads_batched(grad):
+                raise RuntimeError(
+                    f"{engine.what}: expected one upstream gradient at a time, got a batch "
+                    "(is_grads_batched=True); call torch.autograd.grad once for each"
+                )
         # Scale in place unless the graph is retained: a second copy of the weight's gradient may
         # not fit in device memory.
         reusable = not compiling and not graph_is_kept()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_dim, check_mask, check_scores
-from lastlayer._torch import apply_of, is_eager, transforms_are_active
+from lastlayer._torch import apply_of, is_eager, is_grads_batched, transforms_are_active
 from lastlayer.kernels import Impl
 from lastlayer.maps.tsallis import alpha_slope
 
@@ -57,7 +57,11 @@ def entmax_jacobian_product(
 ) -> Tensor:
     """The Jacobian of entmax at ``probs``, which is symmetric, times ``grad``; differentiable."""
     product: Tensor
-    if _needs_no_graph(probs, grad, row_alpha):
+    if is_grads_batched(grad):
+        slope = _slope(probs, alpha, row_alpha)
+        centred = _centred(grad, slope, slope.sum(-1, keepdim=True))
+        product = torch.where(probs != 0, slope * centred, 0.0)
+    elif _needs_no_graph(probs, grad, row_alpha):
         product = _backward(impl, probs, grad, alpha, row_alpha)
     else:
         product = _EntmaxJacobianProduct.apply(probs, grad, row_alpha, alpha, impl)
@@ -176,7 +180,8 @@ class _Entmax(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         probs, row_alpha = ctx.saved_tensors
-        if ctx.needs_input_grad[1] and _needs_no_graph(probs, grad, row_alpha):
+        alone = not is_grads_batched(grad) and _needs_no_graph(probs, grad, row_alpha)
+        if ctx.needs_input_grad[1] and alone:
             gradients = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
             return *gradients, None, None
         grad_scores = grad_row_alpha = None
@@ -219,7 +224,7 @@ class _EntmaxJacobianProduct(torch.autograd.Function):
             alpha = ctx.alpha if row_alpha is None else row_alpha.unsqueeze(-1)
             support = probs != 0
             inside = torch.where(support, probs, 1.0)
-            slope = torch.where(support, inside ** (2.0 - alpha), 0.0)
+            slope = _slope(probs, ctx.alpha, row_alpha)
             total = slope.sum(-1, keepdim=True)
             by_slope = _centred(upstream, slope, total) * _centred(grad, slope, total)
             by_slope = torch.where(support, by_slope, 0.0)
@@ -265,6 +270,13 @@ class _TopKSoftmax(torch.autograd.Function):
 
 _apply_entmax = _eager_apply(_Entmax)
 _apply_topk_softmax = _eager_apply(_TopKSoftmax)
+
+
+def _slope(probs: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """``p**(2 - alpha)`` on the support, 0 elsewhere."""
+    exponent = 2.0 - (alpha if row_alpha is None else row_alpha.unsqueeze(-1))
+    support = probs != 0
+    return torch.where(support, torch.where(support, probs, 1.0) ** exponent, 0.0)
 
 
 def _centred(values: Tensor, weights: Tensor, total: Tensor) -> Tensor:
