@@ -197,6 +197,8 @@ def is_grads_batched(grad: Tensor) -> bool:
 
     Only torch's own operations take such a gradient.
     """
+    if torch.compiler.is_compiling():  # It cannot trace the question.
+        return False
     wrapped: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
     return wrapped
 
