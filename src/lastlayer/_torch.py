@@ -69,6 +69,15 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def forward_result(tensor: Tensor) -> Tensor:
+    """What ``forward`` of an autograd function returns, if ``torch.compile`` may trace its body.
+
+    torch 2.11 gives such a function a gradient of zero, silently, if it returns a tensor that its
+    last operation did not make: that wrote in place or into ``out``, or had nothing to convert.
+    """
+    return tensor.view_as(tensor) if torch.compiler.is_compiling() else tensor
+
+
 def is_eager(tensor: Tensor) -> bool:
     """Whether this is a plain eager call: no compiler, transform, dispatch mode or subclass.
 

@@ -13,7 +13,8 @@ SENTINEL = 0x5A5A
 
 def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
-        return tensor.fill_(float("nan"))
+        tensor.data.fill_(float("nan"))  # not recorded: it may be a leaf
+        return tensor
     if tensor.dtype in (torch.int16, torch.int32, torch.int64):
         return tensor.fill_(SENTINEL)
     return tensor

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from lastlayer._torch import accumulation_dtype, in_functorch, is_eager, is_exporting
+from lastlayer._torch import (
+    accumulation_dtype,
+    forward_result,
+    in_functorch,
+    is_eager,
+    is_exporting,
+)
 from lastlayer.kernels import LARGE, empty
 
 # Bytes of scores held at a time, by engine and device: for "auto" and for "low".
@@ -413,7 +419,7 @@ class _WideScores(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         scores = rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.float32)
-        return scores_into(scores, rows, weight, bias)
+        return forward_result(scores_into(scores, rows, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

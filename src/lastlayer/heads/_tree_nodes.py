@@ -16,6 +16,7 @@ from torch.nn.functional import embedding, linear, logsigmoid
 from lastlayer._checks import as_counts
 from lastlayer._torch import (
     accumulation_dtype,
+    forward_result,
     host_sync_allowed,
     in_dtype,
     in_functorch,
@@ -297,7 +298,7 @@ class _GatheredRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(picked)
         ctx.like = values.shape, values.dtype, sparse
-        return values[picked].to(dtype)
+        return forward_result(values[picked].to(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

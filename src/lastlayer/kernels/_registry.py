@@ -42,6 +42,12 @@ def available() -> dict[str, str | None]:
     return {"reference": None, "triton": triton_reason, "cpu": numba_reason}
 
 
+@constant_while_traced
+def _why_not(impl: str) -> str | None:
+    """:func:`available` of one implementation, which all versions of ``torch.compile`` accept."""
+    return available()[impl]
+
+
 def operations() -> tuple[str, ...]:
     """The names of all operations, for :func:`selected`."""
     return tuple(sorted(_operations))
@@ -145,7 +151,7 @@ class Operation:
                 f"impl: expected 'auto' or one of {IMPLEMENTATIONS}, got {impl!r}; "
                 "'auto' selects the fastest that can run"
             )
-        device, reason = tensor.device.type, available()[impl]
+        device, reason = tensor.device.type, _why_not(impl)
         if impl == "cpu" and not self.has_cpu:
             reason = "it has no CPU implementation"
         elif reason is None and impl == "cpu" and device != "cpu":
