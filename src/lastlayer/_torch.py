@@ -124,16 +124,30 @@ class _Exported:
         return 1, 0  # the CPU
 
 
+class _Described:
+    """A tensor as input of ``numpy.asarray``, for torch versions without ``_HAS_DLPACK``."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # keeps the memory
+        self.__array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": np.dtype(str(tensor.dtype).removeprefix("torch.")).str,
+            "data": (tensor.data_ptr(), False),
+            "strides": tuple([step * tensor.itemsize for step in tensor.stride()]),
+            "version": 3,
+        }
+
+
 def as_numpy(tensor: Tensor) -> NDArray[Any]:
     """A CPU tensor as an array that shares its memory, like ``tensor.detach().numpy()``.
 
     ``Tensor.numpy()`` makes the storage permanently non-resizable. FSDP2 frees parameters by
     resizing their storages, so it must not be called on them.
     """
-    if type(tensor) not in _TENSOR_TYPES or not _HAS_DLPACK:
+    if type(tensor) not in _TENSOR_TYPES:
         # Subclasses may have no memory; Tensor.numpy() then raises an error.
         return tensor.detach().numpy()
-    return np.from_dlpack(_Exported(tensor))
+    return np.from_dlpack(_Exported(tensor)) if _HAS_DLPACK else np.asarray(_Described(tensor))
 
 
 @contextmanager

@@ -282,7 +282,8 @@ def _gradients(
     if engine.recomputes(call.options, call.reduction):
         left = [each for each in pieces if each is not None and each.numel()]
         # The gradient of losses.sum() is an expanded scalar with stride 0.
-        again = call._replace(operands=[*call.operands, *left], upstream=grad.contiguous())
+        of = call.options, call.reduction, call.wanted
+        again = Call([*call.operands, *left], *of, upstream=grad.contiguous())
         result = engine.invoke(again)
         factor, size, pieces, reusable = None, result.size, result.pieces, True
     if size is not None:
