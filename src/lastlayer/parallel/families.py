@@ -557,9 +557,9 @@ class SpelledFamily(Family):
         with swapped(head, {name: local_part(head.get_parameter(name)) for name in self.names}):
             if not self._mine:
                 # An empty part, but still a function of the parameters: their gradients are summed
-                # over all processes. Each is multiplied before it is summed: autograd would copy the
-                # expanded gradient of a sum, and for a DTensor torch before 2.13 makes that copy
-                # with a collective call, for which the other processes do not wait.
+                # over all processes. Each is multiplied before it is summed: autograd copies the
+                # expanded gradient of a sum, and torch before 2.13 copies that of a DTensor by a
+                # collective call, in which the other processes do not take part.
                 total = torch.stack([(0.0 * each).sum() for each in head.parameters()]).sum()
                 return total.expand(0, head.in_features)
             made: Tensor = head._made_vectors()
