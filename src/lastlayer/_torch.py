@@ -70,10 +70,11 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward_result(tensor: Tensor) -> Tensor:
-    """What ``forward`` of an autograd function returns, if ``torch.compile`` may trace its body.
+    """The result of an autograd function's ``forward``, safe to trace with ``torch.compile``.
 
-    torch 2.11 gives such a function a gradient of zero, silently, if it returns a tensor that its
-    last operation did not make: that wrote in place or into ``out``, or had nothing to convert.
+    Use it if the last operation may return one of its inputs: an operation in place, one with
+    ``out=``, ``contiguous``, or ``to`` the same dtype. torch 2.11 then silently makes the compiled
+    gradient zero.
     """
     return tensor.view_as(tensor) if torch.compiler.is_compiling() else tensor
 
@@ -125,7 +126,7 @@ class _Exported:
 
 
 class _Described:
-    """A tensor as input of ``numpy.asarray``, for torch versions without ``_HAS_DLPACK``."""
+    """A tensor as input of ``numpy.asarray``: slower than DLPack, but writable in all versions."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor  # keeps the memory
@@ -220,7 +221,7 @@ def is_grads_batched(grad: Tensor) -> bool:
 
     Only torch's own operations take such a gradient.
     """
-    if torch.compiler.is_compiling():  # It cannot trace the question.
+    if torch.compiler.is_compiling():  # Dynamo cannot trace the next call.
         return False
     wrapped: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
     return wrapped

@@ -100,7 +100,7 @@ def test_the_loss_is_the_cross_entropy_of_the_vectors(head):
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 0.01), (torch.float16, 0.0025)])
 def test_half_precision_sends_gradients_to_the_ngrams_of_float64(dtype, within):
-    # So many words that several n-grams of some of them are nearly equal for a filter.
+    # With many words, some have several n-grams that give a filter nearly equal values.
     words = [f"{i * i + 7 * i:o}" for i in range(300)]
     options = {"filters": ((1, 16), (2, 16), (3, 32)), "highway_layers": 0}
     half, exact = (CharCNNSoftmax(16, words, dtype=each, **options)

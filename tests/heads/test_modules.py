@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from lastlayer import heads, samplers
+from lastlayer import _torch, heads, samplers
 from tests.heads.every_head import (
     EVERY_HEAD,
     LABELS,
@@ -179,6 +179,21 @@ def test_storages_stay_resizable(name):
         head.sample(hidden)
     for each in (hidden, *head.parameters()):
         assert each.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize("has_dlpack", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
+def test_an_array_shares_the_memory_of_a_tensor(monkeypatch, dtype, has_dlpack):
+    """Older torch or NumPy lacks the exchange by DLPack."""
+    monkeypatch.setattr(_torch, "_HAS_DLPACK", has_dlpack and _torch._HAS_DLPACK)
+    tensor = torch.randint(2, (3, 4)).to(dtype).t()[1:]
+    array = _torch.as_numpy(tensor)
+    assert array.tolist() == tensor.tolist()
+    array[0, 0] = not array[0, 0]
+    assert array.tolist() == tensor.tolist()
+    assert tensor.untyped_storage().resizable()
+    assert _torch.as_numpy(tensor[:, :0]).shape == (3, 0)
+    assert _torch.as_numpy(tensor[0, 0]).shape == ()
 
 
 def test_a_module_of_another_library_that_is_loaded_tensor_by_tensor(tmp_path):

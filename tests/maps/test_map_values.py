@@ -262,5 +262,5 @@ def test_a_batch_of_gradients(function):
     for i, one in enumerate(every):
         expected = slopes(one)
         torch.testing.assert_close(found[0][i], expected[0])
-        # Without a learned alpha it is one zero.
+        # A function that does not use alpha gives it a single zero, not one per gradient.
         torch.testing.assert_close(found[1].expand(20)[i], expected[1])

@@ -257,7 +257,7 @@ class _FusedLoss(torch.autograd.Function):
             if is_grads_batched(grad):
                 raise RuntimeError(
                     f"{engine.what}: expected one upstream gradient at a time, got a batch "
-                    "(is_grads_batched=True); call torch.autograd.grad once for each"
+                    "(is_grads_batched=True); call torch.autograd.grad once per gradient"
                 )
         # Scale in place unless the graph is retained: a second copy of the weight's gradient may
         # not fit in device memory.
@@ -282,8 +282,10 @@ def _gradients(
     if engine.recomputes(call.options, call.reduction):
         left = [each for each in pieces if each is not None and each.numel()]
         # The gradient of losses.sum() is an expanded scalar with stride 0.
-        of = call.options, call.reduction, call.wanted
-        again = Call([*call.operands, *left], *of, upstream=grad.contiguous())
+        # Not _replace, which torch 2.8 cannot trace.
+        again = Call(
+            [*call.operands, *left], call.options, call.reduction, call.wanted, grad.contiguous()
+        )
         result = engine.invoke(again)
         factor, size, pieces, reusable = None, result.size, result.pieces, True
     if size is not None:

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer._torch import (
-    accumulation_dtype,
-    forward_result,
-    in_dtype,
-    in_functorch,
-    is_eager,
-    is_exporting,
-)
+from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch, is_eager, is_exporting
 
 # Called with some rows, their per-row tensors and the shared tensors; returns one value per row.
 RowFunction = Callable[..., Tensor]
@@ -103,8 +96,7 @@ class _InChunks(torch.autograd.Function):
         ctx.given = function, chunks, n_per_row
         ctx.save_for_backward(rows, *tensors)
         per_row, shared = tensors[:n_per_row], tensors[n_per_row:]
-        parts = [function(*_part(part, rows, per_row), *shared) for part in chunks]
-        return forward_result(_cat(parts))
+        return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

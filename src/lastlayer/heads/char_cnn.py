@@ -468,8 +468,8 @@ class CharCNN(Module):
     def _largest(self, words: Words) -> Tensor:
         """The maximum of each filter over each word; ReLU is applied later, on fewer elements.
 
-        It is float32 within a head, or autocast, of half precision: rounding would send gradients
-        to the wrong n-gram where two are close.
+        Half precision computes it in float32: rounding would make close n-grams equal, and the
+        gradient could go to the wrong one.
         """
         found, dtype = [], self.chars.weight.dtype
         wide = accumulation_dtype(dtype)

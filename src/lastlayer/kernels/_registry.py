@@ -43,8 +43,8 @@ def available() -> dict[str, str | None]:
 
 
 @constant_while_traced
-def _why_not(impl: str) -> str | None:
-    """:func:`available` of one implementation, which all versions of ``torch.compile`` accept."""
+def _why_unavailable(impl: str) -> str | None:
+    """Why an implementation cannot run; None if it can. torch 2.11 cannot trace ``available``."""
     return available()[impl]
 
 
@@ -151,7 +151,7 @@ class Operation:
                 f"impl: expected 'auto' or one of {IMPLEMENTATIONS}, got {impl!r}; "
                 "'auto' selects the fastest that can run"
             )
-        device, reason = tensor.device.type, _why_not(impl)
+        device, reason = tensor.device.type, _why_unavailable(impl)
         if impl == "cpu" and not self.has_cpu:
             reason = "it has no CPU implementation"
         elif reason is None and impl == "cpu" and device != "cpu":

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_dim, check_mask, check_scores
-from lastlayer._torch import apply_of, is_eager, is_grads_batched, transforms_are_active
+from lastlayer._torch import (
+    apply_of,
+    forward_result,
+    is_eager,
+    is_grads_batched,
+    transforms_are_active,
+)
 from lastlayer.kernels import Impl
 from lastlayer.maps.tsallis import alpha_slope
 
@@ -167,7 +173,7 @@ def batch_first(size: int, in_dims: tuple[int | None, ...], *tensors: Any) -> tu
 class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(scores: Tensor, row_alpha: Tensor | None, alpha: float, impl: Impl) -> Tensor:
-        return _forward(impl, scores, alpha, row_alpha)
+        return forward_result(_forward(impl, scores, alpha, row_alpha))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,8 +186,11 @@ class _Entmax(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         probs, row_alpha = ctx.saved_tensors
-        alone = not is_grads_batched(grad) and _needs_no_graph(probs, grad, row_alpha)
-        if ctx.needs_input_grad[1] and alone:
+        if (
+            ctx.needs_input_grad[1]
+            and not is_grads_batched(grad)
+            and _needs_no_graph(probs, grad, row_alpha)
+        ):
             gradients = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
             return *gradients, None, None
         grad_scores = grad_row_alpha = None
@@ -203,8 +212,7 @@ class _EntmaxJacobianProduct(torch.autograd.Function):
     def forward(
         probs: Tensor, grad: Tensor, row_alpha: Tensor | None, alpha: float, impl: Impl
     ) -> Tensor:
-        product: Tensor = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
-        return product
+        return forward_result(kernels.entmax.backward(impl, probs, grad, alpha, row_alpha))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -243,8 +251,7 @@ class _EntmaxJacobianProduct(torch.autograd.Function):
 class _TopKSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(scores: Tensor, k: int, impl: Impl) -> Tensor:
-        probs: Tensor = kernels.topk_softmax.forward(impl, scores, k)
-        return probs
+        return forward_result(kernels.topk_softmax.forward(impl, scores, k))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -557,9 +557,9 @@ class SpelledFamily(Family):
         with swapped(head, {name: local_part(head.get_parameter(name)) for name in self.names}):
             if not self._mine:
                 # An empty part, but still a function of the parameters: their gradients are summed
-                # over all processes. Each is multiplied before it is summed: autograd copies the
-                # expanded gradient of a sum, and torch before 2.13 copies that of a DTensor by a
-                # collective call, in which the other processes do not take part.
+                # over all processes. Multiplying before the sum makes each gradient contiguous.
+                # Autograd copies one that is not, and before torch 2.13 copying a DTensor was a
+                # collective call, which the other processes do not make.
                 total = torch.stack([(0.0 * each).sum() for each in head.parameters()]).sum()
                 return total.expand(0, head.in_features)
             made: Tensor = head._made_vectors()

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lastlayer._processes import Shards
-from lastlayer._torch import forward_result
 from lastlayer.fused.prediction import top_classes
 from lastlayer.fused.spread import spread_entmax
 
@@ -83,7 +82,7 @@ class _LogSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, scores: Tensor, logs: Callable[[Tensor], Tensor], shards: Shards
     ) -> Tensor:
-        made = forward_result(logs(scores))
+        made = logs(scores)
         ctx.shards = shards
         ctx.save_for_backward(made)
         return made
@@ -102,7 +101,7 @@ class _LogEntmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, shards: Shards, alpha: float) -> Tensor:
-        made = forward_result(spread_entmax(shards, scores, alpha)[0].log_())
+        made = spread_entmax(shards, scores, alpha)[0].log_()
         ctx.shards, ctx.alpha = shards, alpha
         ctx.save_for_backward(made)
         return made

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels.entmax import exp_remainder
 
 
@@ -35,7 +35,7 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
         excess = torch.full_like(peak, alpha - 1.0)
         probs = _polished(*_bisected(distance, excess), excess)
     probs = torch.where(torch.isfinite(peak) | empty, probs, math.nan)
-    return in_dtype(probs.masked_fill(empty, 0.0), scores.dtype)
+    return probs.masked_fill(empty, 0.0).to(scores.dtype)
 
 
 def log_(scores: Tensor, alpha: float) -> None:
@@ -59,7 +59,7 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
         upstream = upstream - upstream.gather(-1, steepest)
     weighted = torch.where(support, slope * upstream, 0.0)
     mean = weighted.sum(-1, keepdim=True) / slope.sum(-1, keepdim=True)
-    return in_dtype(torch.where(support, weighted - slope * mean, 0.0), grad.dtype)
+    return torch.where(support, weighted - slope * mean, 0.0).to(grad.dtype)
 
 
 def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, T
     first, second = mean(upstream * logs), mean(upstream * square)
     moved = -second - excess.squeeze(-1) * (mean(square) * first + entropy * second)
     by_alpha = moved / torch.where(total == 0.0, 1.0, total)
-    return backward(probs, grad, 0.0, row_alpha), in_dtype(by_alpha, row_alpha.dtype)
+    return backward(probs, grad, 0.0, row_alpha), by_alpha.to(row_alpha.dtype)
 
 
 def support(

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels import entmax_rows
 
 
@@ -16,7 +16,7 @@ def forward(scores: Tensor, k: int) -> Tensor:
     kept, broken = _kept(scores.to(accumulation_dtype(scores.dtype)), k)
     # The softmax of a fully masked row is NaN.
     probs = torch.softmax(kept, -1).masked_fill(kept == -math.inf, 0.0)
-    return in_dtype(probs.masked_fill(broken, math.nan), scores.dtype)
+    return probs.masked_fill(broken, math.nan).to(scores.dtype)
 
 
 def logs_into(out: Tensor, scores: Tensor, bias: Tensor | None, k: int) -> None:
@@ -52,4 +52,4 @@ def loss(scores: Tensor, target: Tensor, row_scale: Tensor | None, k: int) -> tu
     probs = forward(values, k)
     scale = torch.ones_like(values[:, 0]) if row_scale is None else row_scale
     losses = entmax_rows.forward_("reference", probs, values, target, scale, 1.0)
-    return losses, in_dtype(probs, scores.dtype)
+    return losses, probs.to(scores.dtype)
