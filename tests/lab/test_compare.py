@@ -167,6 +167,32 @@ def test_the_lower_of_two_learning_rates_that_are_as_good_is_taken(text, tmp_pat
         assert [each["lr"] for each in done.results] == [expected]
 
 
+def test_a_rate_that_diverges_in_its_short_run_is_not_taken(text, tmp_path, monkeypatch):
+    """A model with scores of 1e9 can look perfect on validation data; its training loss tells."""
+
+    class Diverging(runs.Stepper):
+        def __init__(self, body, head, lr, clip):
+            super().__init__(body, head, lr, clip)
+            self.lr, self.steps = lr, 0
+
+        def step(self, batch):
+            self.steps += 1
+            made = super().step(batch)
+            return made * 50 if self.lr > 0.005 and 10 < self.steps else made
+
+    monkeypatch.setattr(runs, "Stepper", Diverging)
+    monkeypatch.setattr(runs, "_RATE_SHARE", 1.0)
+    monkeypatch.setattr(evaluation.TextJudge, "score", lambda *_: 1e-4)
+    run(text, tmp_path / "out", heads=("full",), budget="20steps", lr="auto")
+    (found,) = json.loads((tmp_path / "out" / "rates.json").read_text()).values()
+    # JSON has no infinity.
+    scores = {each["lr"]: each["score"] for each in found["tried"]}
+    assert scores.pop(0.012) is scores.pop(0.036) is None
+    assert len(scores) >= 1
+    assert set(scores.values()) == {1e-4}
+    assert found["lr"] in scores
+
+
 def test_every_head_starts_at_the_class_frequencies(text, tmp_path):
     """Before the first step each head is as good as the unigram."""
     heads = ("full", "hierarchical", "adaptive:cutoffs=4", "sampled:n_samples=4", "nce")

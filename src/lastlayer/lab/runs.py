@@ -33,6 +33,7 @@ from lastlayer.lab.training import (
     Stepper,
     Tell,
     Training,
+    has_diverged,
     save_tensors,
     warm_up,
 )
@@ -46,6 +47,8 @@ _HEAD_SEED = 1_000_003
 # best, up to a bound. Each is tried in a run with a share of the steps.
 _RATE_FACTOR, _FURTHEST = 3.0, 2
 _RATE_SHARE, _RATE_STEPS = 1 / 4, (20, 1000)
+# Steps over which a short run averages its training loss.
+_BLOCK = 10
 # Number of timed steps, and a bound on their total time.
 _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
 
@@ -200,17 +203,26 @@ def _rate(bench: Bench, place: int) -> float:
 def _short_run(
     bench: Bench, spec: HeadSpec, rate: float, steps: int, stopped: Callable[[], bool]
 ) -> float:
-    """The validation score after a short run; infinite if it diverged."""
+    """The validation score after a short run; infinite if it diverged.
+
+    Scores of 1e9 and more are all equal after rounding, so that a diverged model can give every
+    class a probability of 1. Only its training loss tells.
+    """
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
         stepper = Stepper(body, head, rate, CLIP)
         body.train()
         head.train()
+        losses = []
         try:
             for step in range(steps):
                 if stopped():
                     raise InterruptedRunError
-                stepper.step(bench.feed.batch(0, step))
+                losses.append(stepper.step(bench.feed.batch(0, step)))
+            means = [float(torch.stack(losses[i : i + _BLOCK]).mean())
+                     for i in range(0, steps, _BLOCK)]  # fmt: skip
+            if any(has_diverged(mean, means[0]) for mean in means):
+                return math.inf
             score = bench.judge.score(bench.judge.on_the_way(body, head))
         except (ValueError, OverflowError):
             # From the logarithm of a NaN or infinite loss.

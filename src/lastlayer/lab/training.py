@@ -28,7 +28,7 @@ from lastlayer.optim import RowAdam
 
 _STATE, _BEST = "state.json", "best.safetensors"
 WARM_UP = 3
-# A loss this many times the first one counts as divergence.
+# A loss this many times the first one counts as divergence, if it is above this number too.
 _DIVERGED = 5.0
 # Checkpoints take at most this share of the time, and are at least so many seconds apart.
 _CHECKPOINT_SHARE, _CHECKPOINT_SECONDS = 0.03, 10.0
@@ -80,6 +80,11 @@ class Stepper:
         context = {"context": _context_of(batch, self._context)} if self._context else {}
         made: Tensor = self.head(hidden, batch.target, **context)
         return made
+
+
+def has_diverged(loss: float, first: float) -> bool:
+    """Whether a mean training loss is far above the first one, or not finite."""
+    return not math.isfinite(loss) or loss > _DIVERGED * max(1.0, abs(first))
 
 
 def clip_(parameters: Iterable[nn.Parameter], most: float) -> None:
@@ -342,7 +347,7 @@ class Training:
             raise RunFailedError("nan", f"the training loss was {loss} by step {now.step:,}")
         if now.first_loss is None:
             now.first_loss = loss
-        elif loss > _DIVERGED * max(1.0, abs(now.first_loss)):
+        elif has_diverged(loss, now.first_loss):
             raise RunFailedError(
                 "diverged",
                 f"the training loss rose from {now.first_loss:.4g} to {loss:.4g} by step "
