@@ -31,6 +31,8 @@ from lastlayer.kernels._triton import (
 
 # Integer powers up to this are products.
 LARGEST_WHOLE = 7
+# Scores of a tile where a label may have two powers: with more, few programs fit into the registers.
+_TWO_POWERS = 1024
 
 
 def forward(
@@ -63,14 +65,13 @@ def _sums(
     counts = torch.empty(n_rows if masked else 0, device=scores.device, dtype=torch.bool)
     if not n_rows:
         return losses, counts
-    width = tile_width(n, SCORES_A_PROGRAM)
-    tiles = cdiv(n_rows, SCORES_A_PROGRAM // width)
-    span, parts = row_parts(tiles, n, width)
+    numbers, constants = _options(scores, labels, mask, numbers)
+    tiles = cdiv(n_rows, constants["ROWS"])
+    span, parts = row_parts(tiles, n, constants["BLOCK"])
     sums, seen = losses, counts.view(torch.uint8)
     if parts > 1:
         sums = torch.empty((parts, n_rows), device=scores.device, dtype=torch.float32)
         seen = torch.empty_like(sums, dtype=torch.uint8) if masked else sums
-    numbers, constants = _options(scores, labels, mask, numbers)
     _sum_rows[(tiles, parts)](
         scores, labels[1], *mask_of(mask), row_scale, sums, seen, n_rows, n, span,
         scores.stride(0), 0 if labels[1] is None else labels[1].stride(0), smoothing, *numbers,
@@ -109,9 +110,11 @@ def _options(scores, labels, mask, numbers):
     *gammas, margin = numbers
     whole = max(gammas) <= LARGEST_WHOLE and all(each == int(each) for each in gammas)
     negative, positive = (int(each) for each in gammas) if whole else (-1, -1)
-    width = tile_width(scores.shape[1], SCORES_A_PROGRAM)
+    is_soft = labels[0] in (SOFT.value, SMOOTHED.value)
+    most = _TWO_POWERS if is_soft and any(numbers) else SCORES_A_PROGRAM
+    width = tile_width(scores.shape[1], most)
     return numbers, dict(
-        ROWS=SCORES_A_PROGRAM // width, BLOCK=width, MASKED=mask is not None, KIND=labels[0],
+        ROWS=most // width, BLOCK=width, MASKED=mask is not None, KIND=labels[0],
         PLAIN=not any(numbers), NEGATIVE=negative, POSITIVE=positive, MARGIN=margin != 0.0,
         NARROW=scores.element_size() < 4, num_warps=4,
     )  # fmt: skip
