@@ -43,7 +43,8 @@ def main() -> None:
     head = parallel.ClassParallel.build(
         heads.FullSoftmax, 64, options.classes, mesh=mesh, hidden_grad_scale=ranks
     )
-    optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], lr=1e-2)
+    both = [*body.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parallel.parameter_groups(both), lr=1e-2)
 
     draw = torch.Generator().manual_seed(rank)  # different rows in each process
     for step in range(options.steps):

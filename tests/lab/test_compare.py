@@ -178,7 +178,7 @@ def test_a_rate_that_diverges_in_its_short_run_is_not_taken(text, tmp_path, monk
         def step(self, batch):
             self.steps += 1
             made = super().step(batch)
-            return made * 50 if self.lr > 0.005 and 10 < self.steps else made
+            return made * 50 if self.lr > 0.005 and self.steps > 10 else made
 
     monkeypatch.setattr(runs, "Stepper", Diverging)
     monkeypatch.setattr(runs, "_RATE_SHARE", 1.0)

@@ -79,7 +79,7 @@ def check_uses(name, mesh, folder):
     hidden = torch.randn(ROWS, WIDTH, device="cuda")
     shape = (ROWS, 3) if name == "zlpr" else (ROWS,)
     target = torch.randint(N_CLASSES, shape, device="cuda")
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(parallel.parameter_groups(head.parameters()), lr=0.1)
     before = head(hidden, target)
     before.backward()
     optimizer.step()

@@ -300,6 +300,12 @@ def _clipping(rank: int, processes: int, mesh) -> None:
         for name, parameter in alone.named_parameters():
             found = full(module.head.get_parameter(name).grad)
             torch.testing.assert_close(found, parameter.grad)
+    # As on a GPU by default, all parameters of a group are updated in one call.
+    for some in ([*alone.parameters(), *body.parameters()], spread.parameters()):
+        torch.optim.Adam(parallel.parameter_groups(some), foreach=True).step()
+    torch.testing.assert_close(model.body.weight, body.weight)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(full(module.head.get_parameter(name)), parameter)
 
 
 def unlike(rank: int, processes: int, folder: Path) -> None:

@@ -31,7 +31,7 @@ from lastlayer.kernels._triton import (
 
 # Integer powers up to this are products.
 LARGEST_WHOLE = 7
-# Scores of a tile where a label may have two powers: with more, few programs fit into the registers.
+# Scores of a tile if a label may have two powers: with more, few programs fit into the registers.
 _TWO_POWERS = 1024
 
 

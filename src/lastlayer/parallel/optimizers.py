@@ -1,4 +1,4 @@
-"""Gradient clipping for models whose parameters are plain tensors and DTensors."""
+"""Parameter groups and gradient clipping for models with plain tensors and DTensors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,6 +8,32 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lastlayer._processes import is_dtensor
+
+
+def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Groups of parameters for ``torch.optim``: plain tensors, and the DTensors of each mesh.
+
+    On a GPU torch's optimisers update all parameters of a group in one call, which rejects plain
+    tensors and DTensors together. A model with a :class:`ClassParallel` has both.
+
+    Args:
+        parameters: of the backbone and the head.
+
+    Returns:
+        At most one group per kind, without other options; those of the optimiser apply to all.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import heads, parallel
+        >>> body, head = torch.nn.Linear(8, 8), heads.FullSoftmax(8, 100)
+        >>> both = [*body.parameters(), *head.parameters()]
+        >>> optimizer = torch.optim.Adam(parallel.parameter_groups(both), lr=1e-3)
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for each in parameters:
+        of: Any = each
+        groups.setdefault(of.device_mesh if is_dtensor(of) else None, []).append(each)
+    return [{"params": some} for some in groups.values()]
 
 
 def clip_grad_norm_(
