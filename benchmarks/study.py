@@ -63,10 +63,6 @@ and test files of WikiText-2), `cooking.txt` (the questions of fastText's tutori
 after their `__label__` tags) and `cooking-first-tag.txt` (the same with only the first tag of each
 line). Settings, results and curves are saved in `benchmarks/results/study`.
 """
-_NOT_YET = """\
-All heads on WikiText-2 with its 33,278 words need a GPU. This comparison
-(`python -m benchmarks study wikitext2 DATA --out FOLDER`) has not been run yet.
-"""
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,10 @@ def run(data: Path, name: str, out: Path, kept: Path) -> bool:
 
 
 def pack(folder: Path) -> dict[str, Any]:
-    """The contents of a folder of the lab, without models, examples and training losses."""
+    """The contents of a folder of the lab, without models, examples and training losses.
+
+    Add ``"undisturbed": false`` if other programs used the GPU, which the lab cannot see.
+    """
 
     def read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -185,14 +184,15 @@ def write_page(kept: Path, docs: Path) -> list[Path]:
     for name, study in STUDIES.items():
         path = kept / f"{name}.json"
         if not path.is_file():
-            parts += [f"## {study.title}\n", _NOT_YET] if name == "wikitext2" else []
             continue
+        saved = json.loads(path.read_text(encoding="utf-8"))
         with TemporaryDirectory() as place:
-            unpack(json.loads(path.read_text(encoding="utf-8")), Path(place))
+            unpack(saved, Path(place))
             results = read_results(Path(place))
         picture = docs / "pictures" / f"study-{name}.png"
         _draw(results, picture)
-        parts += _section(study, results, picture.name)
+        busy = not saved.get("undisturbed", True)
+        parts += _section(study, results, picture.name, busy=busy)
         remarks = kept / f"{name}.md"
         if remarks.is_file():
             parts.append(remarks.read_text(encoding="utf-8"))
@@ -202,13 +202,16 @@ def write_page(kept: Path, docs: Path) -> list[Path]:
     return [*written, page]
 
 
-def _section(study: Study, results: Results, picture: str) -> list[str]:
-    """The section of one comparison: its setup, convergence and findings."""
+def _section(study: Study, results: Results, picture: str, *, busy: bool) -> list[str]:
+    """The section of one comparison: its setup, convergence and findings.
+
+    Times are left out if the machine was ``busy``, or if the lab noticed that it was.
+    """
     from lastlayer.lab.report import tables
 
     asked, metric = results.comparison, results.metric
     device, model = asked.device, asked.model
-    busy = any(each.disturbed for each in results.summaries)
+    busy = busy or any(each.disturbed for each in results.summaries)
     wanted = (*_COLUMNS[asked.task], *_OF_ALL, *(() if busy else _TIMES))
     known = {each.key: each for each in tables.columns(results)}
     columns = [known[key] for key in wanted if key in known]

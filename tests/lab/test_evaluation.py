@@ -108,9 +108,13 @@ def test_means_over_deciles_are_the_mean(batch):
 
 @pytest.mark.parametrize("part", ["valid", "test"])
 def test_rows_are_bounded(part):
-    sizes = [rows_for(part, n) for n in (1, 1000, 60_000, 10**7)]
+    counts = (1, 1000, 60_000, 10**7)
+    sizes = [rows_for(part, n, on_gpu=False) for n in counts]
     assert sizes == sorted(sizes, reverse=True)
-    assert rows_for("test", 60_000) > rows_for("valid", 60_000)
+    assert rows_for("test", 60_000, on_gpu=False) > rows_for("valid", 60_000, on_gpu=False)
+    on_gpu = [rows_for(part, n, on_gpu=True) for n in counts]
+    assert on_gpu[2] > sizes[2]
+    assert on_gpu[0] == sizes[0]
 
 
 def test_padding_is_no_label():

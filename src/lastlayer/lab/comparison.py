@@ -165,7 +165,8 @@ def _prepare(
     specs = parse_specs(settled.heads, task=task)
     _check_sizes(options, subject.feed)
     _check_space(out, specs, len(settled.seeds), subject)
-    judge = JUDGES[task](subject.feed, subject.needs.counts)
+    on_gpu = device.type == "cuda"
+    judge = JUDGES[task](subject.feed, subject.needs.counts, on_gpu=on_gpu)
     bench = Bench(
         **vars(subject), out=out, judge=judge, steps=0, lr=settled.lr,
         finds_rate=settled.finds_rate, device=device, record={},
@@ -185,8 +186,8 @@ def _prepare(
             "optimizer": "Adam, and RowAdam for row-sparse gradients",
             "clip": CLIP,
             "warm_up_steps": WARM_UP,
-            "valid_rows": rows_for("valid", n_classes),
-            "test_rows": rows_for("test", n_classes),
+            "valid_rows": rows_for("valid", n_classes, on_gpu=on_gpu),
+            "test_rows": rows_for("test", n_classes, on_gpu=on_gpu),
             "epsilon": EPSILON,
         },
         "device": machine.device_record(device),
