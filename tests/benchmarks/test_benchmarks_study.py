@@ -59,7 +59,13 @@ def test_what_was_kept_makes_the_page(place):
     assert "8 steps" in page
     assert "of 4 runs were best on validation data before their last step" in page
     assert page.index("A cook at work.") < page.index("What surprised us.")
-    assert "has not been run yet" in page
+    assert page.count("## ") == 2
+
+    saved = kept(place) | {"undisturbed": False}
+    (place / "kept" / "tiny.json").write_text(json.dumps(saved), encoding="utf-8")
+    page = study.write_page(place / "kept", place / "docs")[-1].read_text(encoding="utf-8")
+    assert "Times are left out" in page
+    assert "time per step" not in page
 
 
 def test_the_lead_of_two_heads_is_told_at_each_validation(place):
