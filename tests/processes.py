@@ -69,6 +69,8 @@ def main(process: Callable[..., None]) -> None:
 def _meet(rank: int, processes: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    # torch 2.8 uses what torch itself has deprecated.
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     # Of torch's own code.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*torch.distributed.*|.*single process.*")

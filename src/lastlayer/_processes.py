@@ -1,5 +1,6 @@
 """Collectives of torch.distributed for gathered rows, and for classes sharded over processes."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -499,4 +500,31 @@ def shards_of(weight: Any) -> Shards:
 
 def local_part(tensor: Any) -> Any:
     """This process's part of a DTensor, differentiable; other values are returned unchanged."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    if torch.compiler.is_compiling() or any(each.is_partial() for each in tensor.placements):
+        return tensor.to_local()
+    return _LocalPart.apply(tensor)
+
+
+class _LocalPart(torch.autograd.Function):
+    """As ``to_local``, whose backward takes 60 microseconds to work out the layout again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        ctx.spec = tensor._spec
+        part: Tensor = tensor._local_tensor
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        made: Any = dist.tensor.DTensor
+        spec = ctx.spec
+        if torch.is_grad_enabled() or not grad.is_contiguous():
+            made = made.from_local(
+                grad, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride
+            )
+        else:
+            made = made(grad, copy.copy(spec), requires_grad=False)
+        part: Tensor = made
+        return part

@@ -50,7 +50,9 @@ def test_heads_that_are_built_and_curves_do_not_depend_on_the_number_of_processe
 
 
 def test_shards_of_four_processes_are_gone_on_with_by_two(tmp_path):
-    run_script(HERE / "use_process.py", 4, tmp_path, "plane", "shards")
+    # FSDP2 of torch 2.8 sums gradients over gloo instead of averaging them, of any module.
+    plane = () if torch.__version__.startswith("2.8.") else ("plane",)
+    run_script(HERE / "use_process.py", 4, tmp_path, *plane, "shards")
     run_script(HERE / "use_process.py", 2, tmp_path, "shards", "training")
 
 
