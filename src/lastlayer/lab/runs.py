@@ -205,8 +205,8 @@ def _short_run(
 ) -> float:
     """The validation score after a short run; infinite if it diverged.
 
-    Scores of 1e9 and more are all equal after rounding, so that a diverged model can give every
-    class a probability of 1. Only its training loss tells.
+    Equal scores of 1e9 and more hide the logarithm of the number of classes in the rounding of
+    their normaliser, so that every class seems to have a probability of 1: the training loss tells.
     """
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
