@@ -1,6 +1,8 @@
 """Kernels are launched with prepared arguments: what that asks of each launch."""
 
 import ast
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +69,27 @@ def test_numbers_that_are_not_specialized_on_share_a_prepared_launch(monkeypatch
     # One for each m, and one for an n of 64 bits.
     assert [each[1:] for each in made] == [(5, 3), (7, 4), (1 << 40, 3)]
     assert [each[-3:-1] for each in ran] == [(7, 3), (1, 3), (1 << 41, 3)]
+
+
+def test_what_is_launched_stays_loaded(monkeypatch):
+    """Triton 3.9 unloads a compiled kernel that nothing refers to."""
+    launch = pytest.importorskip("lastlayer.kernels._launch")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+    class Compiled:
+        run, function, packed_metadata = print, 0, 0
+
+    kernel, made = launch.Kernel(scaled), []
+
+    def run(*_, **__):
+        compiled = Compiled()
+        made.append(weakref.ref(compiled))
+        return compiled
+
+    monkeypatch.setattr(kernel, "run", run)
+    kernel[(1,)](torch.zeros(4), 5, 3, SIZE=8)
+    gc.collect()
+    assert made[0]() is not None
 
 
 @pytest.mark.gpu

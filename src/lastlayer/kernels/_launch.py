@@ -71,9 +71,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
             tail = tuple([constants[each.name] for each in self.params[len(args) :]])
-            self._prepared[kept] = made.run, made.function, made.packed_metadata, tail
+            # The kernel itself is kept, too: Triton 3.9 unloads one that nothing refers to.
+            self._prepared[kept] = made.run, made.function, made.packed_metadata, tail, made
             return
-        run, function, metadata, tail = prepared
+        run, function, metadata, tail, _ = prepared
         wide, high, deep = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(wide, high, deep, stream, function, metadata, None, None, None, *passed, *tail)
