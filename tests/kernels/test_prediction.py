@@ -163,6 +163,16 @@ def test_log_softmax_in_place(impl, n, n_classes, form):
 
 
 @in_torch_on_cpu
+def test_log_softmax_of_large_scores(impl):
+    """Their common part does not round the logarithm of a sum away."""
+    scores = torch.stack([torch.full((1003,), 2.0**33), torch.randn(1003) + 2.0**20])
+    _, logs = truth(scores, None, 0.0, 1.0)
+    made = scores.to(place(impl))
+    prediction.log_softmax_(impl, made, None, 0.0, 1.0)
+    assert error(made, logs, 1e-5) < 1
+
+
+@in_torch_on_cpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "n_classes"), few(SHAPES, (3, 1), (3, 1003)))
 def test_log_sigmoid_in_place(impl, n, n_classes, form):

@@ -250,6 +250,20 @@ def test_a_masked_target_costs_infinity(impl, options):
 
 
 @every_implementation
+def test_a_large_common_part_of_scores(impl):
+    """Their common part does not round the logarithm of a sum away."""
+    scores = torch.stack([torch.full((1003,), 2.0**33), torch.randn(1003) + 2.0**20])
+    target = torch.tensor([5, 7])
+    own = scores.gather(-1, target[:, None]).squeeze(-1)
+    rows = Rows(scores, target, own, torch.ones(2), None)
+    expected = truth(rows, PLAIN)
+    rows = Rows(*(None if each is None else each.to(place(impl)) for each in rows))
+    loss, *_, gradient = run(impl, rows, PLAIN)
+    torch.testing.assert_close(loss.cpu().double(), expected.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.cpu().double(), expected.gradient, rtol=1e-4, atol=1e-7)
+
+
+@every_implementation
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING])
 def test_nan_stays_in_its_row(impl, options):
     rows = problem(4, 80, device=place(impl))

@@ -205,8 +205,7 @@ def _short_run(
 ) -> float:
     """The validation score after a short run; infinite if it diverged.
 
-    Equal scores of 1e9 and more hide the logarithm of the number of classes in the rounding of
-    their normaliser, so that every class seems to have a probability of 1: the training loss tells.
+    The training loss tells, too: a diverged model can look perfect on validation data.
     """
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)

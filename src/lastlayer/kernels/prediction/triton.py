@@ -443,10 +443,11 @@ def _log_softmax_row(
         peak = grown
     top = tl.max(peak, 0)
     origin = tl.where(top == -float("inf"), 0.0, top)
-    log_sum = origin + tl.log(tl.sum(total * tl.exp2((peak - origin) * LOG2E), 0))
-    log_sum = tl.where(log_sum == -float("inf"), 0.0, log_sum)
+    # Apart from the maximum, in which it would be rounded.
+    rest = tl.log(tl.sum(total * tl.exp2((peak - origin) * LOG2E), 0))
+    rest = tl.where(rest == -float("inf"), 0.0, rest)
     if MOVED:
-        log_sum -= tl.load(offset + row * offset_stride)
+        rest -= tl.load(offset + row * offset_stride)
     # Backwards: the tiles that were read last are still in the cache.
     last = (n - 1) // WIDTH * WIDTH
     for back in range(0, n, WIDTH):
@@ -454,7 +455,7 @@ def _log_softmax_row(
         live = column < n
         value = tl.load(scores + column, mask=live, other=0.0)
         value = _shaped(value, bias, column, live, softcap, inverse_temperature, BIASED, CAPPED)
-        tl.store(scores + column, value - log_sum, mask=live)
+        tl.store(scores + column, (value - origin) - rest, mask=live)
 
 
 def log_sigmoid_(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> None:

@@ -38,26 +38,28 @@ def forward_(
     empty = lse == -math.inf
     origin = lse.masked_fill(empty, 0.0)
     at_target = values.gather(-1, place).squeeze(-1)
+    # Not from lse, in which the common part of large scores rounds the sum away.
+    logs = torch.log_softmax(values, -1).masked_fill(empty.unsqueeze(-1), -math.inf)
+    log_target = logs.gather(-1, place).squeeze(-1)
     pull = (1.0 - smoothing) * weights[target]
     spread = smoothing / n_classes
-    loss = pull * (lse - at_target) + z_loss * lse.square()
+    loss = z_loss * lse.square() - pull * log_target
     push = pull + 2.0 * z_loss * origin
     if smoothing:
         loss = loss + spread * (weights.sum() * lse - values @ weights)
         push = push + spread * weights.sum()
     loss = loss.masked_fill(empty, math.inf)
-    probs = torch.exp(values - origin.unsqueeze(-1))
+    probs = torch.exp(logs)
     if statistics:
-        gap = origin.unsqueeze(-1) - values
         # Not `probs > 0`, which would hide NaN.
-        entropy = torch.where(probs == 0, 0.0, probs * gap).sum(-1)
+        entropy = -torch.where(probs == 0, 0.0, probs * logs).sum(-1)
         rank = rank.masked_fill(lse.isnan() | (at_target == -math.inf), NO_RANK)
     if row_scale is not None:
         gradient = probs * push.unsqueeze(-1)
         if smoothing:
             gradient = gradient - spread * weights
         # p - 1 from the exact score: for p near 1 rounded scores would give only noise.
-        true = push * torch.expm1(at_target - origin) + (push - pull)
+        true = push * torch.expm1(log_target) + (push - pull)
         if smoothing:
             true = true - spread * weights[target]
         gradient = gradient.scatter(-1, place, true.unsqueeze(-1)) * slope

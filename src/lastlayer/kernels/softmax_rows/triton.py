@@ -100,9 +100,13 @@ def _one_row(
             smooth_sums += present
         peak = grown
     total = tl.sum(sums, 0)
-    log_sum = peak + tl.log(total)
+    # Apart from the maximum, in which it would be rounded.
+    rest = tl.log(total)
+    log_sum = peak + rest
     empty = log_sum == -float("inf")
     origin = tl.where(empty, 0.0, log_sum)
+    top = tl.where(peak == -float("inf"), 0.0, peak)
+    rest = tl.where(empty, 0.0, rest)
 
     at_target, slope_at_target = _shaped(exact, softcap, inverse_temperature, CAPPED)
     pull = 1.0 - smoothing
@@ -114,7 +118,7 @@ def _one_row(
         if SMOOTH:
             weights = tl.load(weight_sum).to(tl.float32)
     spread = smoothing / n
-    row_loss = pull * (log_sum - at_target) + z_loss * log_sum * log_sum
+    row_loss = pull * ((top - at_target) + rest) + z_loss * log_sum * log_sum
     push = pull + 2.0 * z_loss * origin
     if SMOOTH:
         row_loss += spread * (weights * log_sum - tl.sum(smooth_sums, 0))
@@ -135,7 +139,7 @@ def _one_row(
     if GRADIENT:
         scale = tl.where(empty, 0.0, scale)
         # p - 1 from the exact score, by expm1 so that nothing cancels.
-        gap = at_target - origin
+        gap = (at_target - top) - rest
         true = push * expm1(gap) + (push - pull)
         if SMOOTH:
             true -= spread * right_weight
@@ -148,7 +152,7 @@ def _one_row(
             live = column < n
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
             values, slope = _shaped(values, softcap, inverse_temperature, CAPPED)
-            gradient = tl.exp2((values - origin) * LOG2E) * push
+            gradient = tl.exp2((values - top) * LOG2E - rest * LOG2E) * push
             if SMOOTH:
                 if WEIGHTED:
                     weight = tl.load(class_weight + column, mask=live, other=0.0).to(tl.float32)
