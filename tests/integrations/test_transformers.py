@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import logging
 import warnings
 
@@ -315,6 +316,21 @@ def test_a_state_of_another_tree_is_an_error(tmp_path):
     other.save_config(tmp_path / "lastlayer")
     with pytest.raises(ValueError, match=r"name: expected the state of the head .* same tree"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["full", "entmax"])
+def test_a_damaged_configuration_is_an_error(name, tmp_path):
+    swap_head(make(), name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_text())
+    entry = whole["lastlayer"]
+    damaged = [{k: v for k, v in entry.items() if k != key} for key in entry]
+    for each in [*damaged, {**entry, "layer": 3}, {**entry, "shape": [1.0]}, {}, "entmax"]:
+        path.write_text(json.dumps({**whole, "lastlayer": each}))
+        with pytest.raises(ValueError, match=r"name: expected an entry 'lastlayer' .*; save"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    path.write_text(json.dumps(whole))
+    AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])

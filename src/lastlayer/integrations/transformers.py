@@ -338,6 +338,8 @@ class _Auto:
         where = {each: options[each] for each in named if each in options}
         config = options.get("config") or transformers.AutoConfig.from_pretrained(name, **where)
         saved = getattr(config, "lastlayer", None)
+        if saved is not None:
+            _check_saved(saved, name)
         if saved is None:
             model = stock.from_pretrained(name, *args, **options)
         elif saved["head"] == "LMHead":
@@ -503,6 +505,25 @@ def _install(
         model.loss_function = swap.loss
     model._lastlayer, config.lastlayer = swap, described
     model.__class__ = _swapped(stock_class)
+
+
+def _check_saved(saved: Any, name: str | Path) -> None:
+    """Checks what :func:`_install` has described in the configuration of a model."""
+    kinds = {
+        "head": str, "layer": str, "shape": list, "logits": str, "statistics": bool,
+        "of_rows": bool,
+    }  # fmt: skip
+    plain = isinstance(saved, dict) and saved.get("head") == "LMHead"
+    kinds |= {"arguments": dict} if plain else {"files": list}
+    found = saved if isinstance(saved, dict) else {}
+    wrong = [key for key, kind in kinds.items() if not isinstance(found.get(key), kind)]
+    if not wrong and len(saved["shape"]) != len(Shape._fields):
+        wrong = ["shape"]
+    if wrong:
+        raise ValueError(
+            f"name: expected an entry 'lastlayer' as save_pretrained writes it in the config.json "
+            f"of {name}, got one with missing or wrong {', '.join(wrong)}; save the model again"
+        )
 
 
 def _install_saved(model: Any, head: Head, saved: dict[str, Any]) -> None:
