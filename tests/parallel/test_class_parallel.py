@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lastlayer import parallel
 from tests.processes import needs_processes, run_script
 
 HERE = Path(__file__).parent
@@ -54,6 +55,14 @@ def test_shards_of_four_processes_are_gone_on_with_by_two(tmp_path):
     plane = () if torch.__version__.startswith("2.8.") else ("plane",)
     run_script(HERE / "use_process.py", 4, tmp_path, *plane, "shards")
     run_script(HERE / "use_process.py", 2, tmp_path, "shards", "training")
+
+
+@pytest.mark.parametrize("wrong", [lambda m: m, lambda m: m.named_parameters(), lambda _: None])
+def test_what_are_no_parameters_is_an_error(wrong):
+    model = torch.nn.Linear(3, 3)
+    for function in (parallel.parameter_groups, lambda each: parallel.clip_grad_norm_(each, 1.0)):
+        with pytest.raises(TypeError, match=r"parameters: expected tensors, .*model\.parameters"):
+            function(wrong(model))
 
 
 def test_what_is_wrong_is_an_error_in_every_process_and_what_may_differ_is_none(tmp_path):

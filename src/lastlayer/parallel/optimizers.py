@@ -10,17 +10,17 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from lastlayer._processes import is_dtensor
 
 
-def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Tensor | Iterable[Tensor]) -> list[dict[str, Any]]:
     """Groups of parameters for ``torch.optim``: plain tensors, and the DTensors of each mesh.
 
     On a GPU torch's optimisers update all parameters of a group in one call, which rejects plain
     tensors and DTensors together. A model with a :class:`ClassParallel` has both.
 
     Args:
-        parameters: of the backbone and the head.
+        parameters: those of the backbone and the head.
 
     Returns:
-        At most one group per kind, without other options; those of the optimiser apply to all.
+        One group per kind that occurs. Options of the optimiser apply to all groups.
 
     Example:
         >>> import torch
@@ -30,7 +30,7 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
         >>> optimizer = torch.optim.Adam(parallel.parameter_groups(both), lr=1e-3)
     """
     groups: dict[Any, list[Tensor]] = {}
-    for each in parameters:
+    for each in _listed(parameters):
         of: Any = each
         groups.setdefault(of.device_mesh if is_dtensor(of) else None, []).append(each)
     return [{"params": some} for some in groups.values()]
@@ -71,9 +71,8 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     groups: dict[Any, list[Tensor]] = {}
-    for each in every:
+    for each in _listed(parameters):
         if each.grad is not None:
             of: Any = each.grad
             # Gradients on different meshes cannot be in one call either.
@@ -89,3 +88,14 @@ def clip_grad_norm_(
     for some in groups.values():
         clip_grads_with_norm_(some, max_norm, total)
     return total
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    alone = isinstance(parameters, Tensor) or not hasattr(parameters, "__iter__")
+    every = [parameters] if alone else [*parameters]
+    for each in every:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"parameters: expected tensors, got {type(each).__name__}; pass model.parameters()"
+            )
+    return every
