@@ -145,7 +145,7 @@ def run(data: Path, name: str, out: Path, kept: Path) -> bool:
 def pack(folder: Path) -> dict[str, Any]:
     """The contents of a folder of the lab, without models, examples and training losses.
 
-    Add ``"undisturbed": false`` if other programs used the GPU, which the lab cannot see.
+    Add ``"disturbed": true`` if other programs used the GPU, which the lab does not notice.
     """
 
     def read(path: Path) -> Any:
@@ -191,7 +191,7 @@ def write_page(kept: Path, docs: Path) -> list[Path]:
             results = read_results(Path(place))
         picture = docs / "pictures" / f"study-{name}.png"
         _draw(results, picture)
-        busy = not saved.get("undisturbed", True)
+        busy = saved.get("disturbed", False)
         parts += _section(study, results, picture.name, busy=busy)
         remarks = kept / f"{name}.md"
         if remarks.is_file():

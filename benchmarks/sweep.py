@@ -81,7 +81,7 @@ REASONS = {
     " 64×": _HOST,
     "zlpr_probability": "the scores are doubled first: one pass more than a sigmoid",
     "fenchel_young_loss": "computed in float32, torch's code in the dtype of the scores",
-    "in_batch_softmax_loss": "scores in float32, torch's in the dtype of the vectors",
+    "in_batch_softmax_loss": "not profiled; its scores are float32, torch's bfloat16",
     "negative_sampling_loss": "computed in float32, torch's code in the dtype of the scores",
     "nce_loss": "computed in float32, torch's code in the dtype of the scores",
     "learnable alpha": "powers with one exponent per row, and the gradient of alpha",

@@ -61,7 +61,7 @@ def test_what_was_kept_makes_the_page(place):
     assert page.index("A cook at work.") < page.index("What surprised us.")
     assert page.count("## ") == 2
 
-    saved = kept(place) | {"undisturbed": False}
+    saved = kept(place) | {"disturbed": True}
     (place / "kept" / "tiny.json").write_text(json.dumps(saved), encoding="utf-8")
     page = study.write_page(place / "kept", place / "docs")[-1].read_text(encoding="utf-8")
     assert "Times are left out" in page

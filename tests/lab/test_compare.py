@@ -168,7 +168,7 @@ def test_the_lower_of_two_learning_rates_that_are_as_good_is_taken(text, tmp_pat
 
 
 def test_a_rate_that_diverges_in_its_short_run_is_not_taken(text, tmp_path, monkeypatch):
-    """A model with scores of 1e9 can look perfect on validation data; its training loss tells."""
+    """Its training loss is checked, since a diverged model can look perfect on validation data."""
 
     class Diverging(runs.Stepper):
         def __init__(self, body, head, lr, clip):

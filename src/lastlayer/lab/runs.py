@@ -205,7 +205,8 @@ def _short_run(
 ) -> float:
     """The validation score after a short run; infinite if it diverged.
 
-    The training loss tells, too: a diverged model can look perfect on validation data.
+    The training loss is checked for divergence, since a diverged model can look perfect on
+    validation data.
     """
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)

@@ -28,7 +28,7 @@ from lastlayer.optim import RowAdam
 
 _STATE, _BEST = "state.json", "best.safetensors"
 WARM_UP = 3
-# A loss this many times the first one counts as divergence, if it is above this number too.
+# A loss counts as divergence above this number, and above this many times the first one.
 _DIVERGED = 5.0
 # Checkpoints take at most this share of the time, and are at least so many seconds apart.
 _CHECKPOINT_SHARE, _CHECKPOINT_SECONDS = 0.03, 10.0

@@ -31,8 +31,9 @@ from lastlayer.kernels._triton import (
 
 # Integer powers up to this are products.
 LARGEST_WHOLE = 7
-# Scores of a tile if a label may have two powers: with more, few programs fit into the registers.
-_TWO_POWERS = 1024
+# Scores per tile if labels may be fractional, which takes the loss of both sides: larger tiles need
+# so many registers that few programs run at a time.
+_SCORES_WITH_BOTH_SIDES = 1024
 
 
 def forward(
@@ -111,7 +112,8 @@ def _options(scores, labels, mask, numbers):
     whole = max(gammas) <= LARGEST_WHOLE and all(each == int(each) for each in gammas)
     negative, positive = (int(each) for each in gammas) if whole else (-1, -1)
     is_soft = labels[0] in (SOFT.value, SMOOTHED.value)
-    most = _TWO_POWERS if is_soft and any(numbers) else SCORES_A_PROGRAM
+    both = is_soft and any(numbers)
+    most = _SCORES_WITH_BOTH_SIDES if both else SCORES_A_PROGRAM
     width = tile_width(scores.shape[1], most)
     return numbers, dict(
         ROWS=most // width, BLOCK=width, MASKED=mask is not None, KIND=labels[0],

@@ -443,7 +443,7 @@ def _log_softmax_row(
         peak = grown
     top = tl.max(peak, 0)
     origin = tl.where(top == -float("inf"), 0.0, top)
-    # Apart from the maximum, in which it would be rounded.
+    # Kept apart from the maximum: if that is large, their sum would lose it to rounding.
     rest = tl.log(tl.sum(total * tl.exp2((peak - origin) * LOG2E), 0))
     rest = tl.where(rest == -float("inf"), 0.0, rest)
     if MOVED:

@@ -100,7 +100,7 @@ def _one_row(
             smooth_sums += present
         peak = grown
     total = tl.sum(sums, 0)
-    # Apart from the maximum, in which it would be rounded.
+    # Kept apart from the maximum: if that is large, their sum would lose it to rounding.
     rest = tl.log(total)
     log_sum = peak + rest
     empty = log_sum == -float("inf")
