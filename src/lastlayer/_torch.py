@@ -148,7 +148,12 @@ def as_numpy(tensor: Tensor) -> NDArray[Any]:
     if type(tensor) not in _TENSOR_TYPES:
         # Subclasses may have no memory; Tensor.numpy() then raises an error.
         return tensor.detach().numpy()
-    return np.from_dlpack(_Exported(tensor)) if _HAS_DLPACK else np.asarray(_Described(tensor))
+    if _HAS_DLPACK:
+        return np.from_dlpack(_Exported(tensor))
+    if not tensor.numel():
+        # Its pointer is null, which NumPy 2.2 rejects.
+        return tensor.new_empty(tensor.shape).numpy()
+    return np.asarray(_Described(tensor))
 
 
 @contextmanager
